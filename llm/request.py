@@ -97,6 +97,7 @@ class Usage:
 class Timings:
     """Milliseconds on the engine's clock; the pipeline adds what happens outside the engine."""
 
+    preprocess_ms: float = 0.0  # header probe, prompt, decode and tiling; 0 when cached
     queue_ms: float = 0.0  # submitted to first scheduled
     encode_ms: float = 0.0  # visual tokens asked for to there; 0 when cached
     prefill_ms: float = 0.0  # first scheduled (encoding excluded) to first token

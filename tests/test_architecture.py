@@ -1,0 +1,84 @@
+"""The packages import one way, and what must stay light stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "preprocess": set(),
+    "encoder": set(),
+    "llm": set(),
+    "workers": {"preprocess", "encoder", "llm"},
+    "vlm": {"workers", "preprocess", "encoder", "llm"},
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_go_one_way(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package}
+    for path in sources(package):
+        ours = {name.split(".")[0] for name in imported_modules(path)} & MAY_IMPORT.keys()
+        assert ours <= allowed, f"{path.relative_to(ROOT)} imports {ours - allowed}"
+
+
+def test_no_file_outgrows_its_reader() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for package in MAY_IMPORT
+        for path in sources(package)
+        if (count := len(path.read_text().splitlines())) > 400
+    }
+    assert not long, f"split these: {long}"
+
+
+TORCH_FREE = [
+    "preprocess.stage",
+    "encoder.geometry",
+    "llm.engine",
+    "llm.scheduler",
+    "llm.cost",
+    "llm.sampler",
+    "llm.tokenizer",
+    "workers.messages",
+    "workers.blobs",
+    "workers.tasks",
+    "vlm.spec",
+    "vlm.prompt",
+    "vlm.cli.main",
+]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_bookkeeping_never_loads_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_nothing_is_unpickled_or_loaded_as_code() -> None:
+    """users.md, advisories: JSON on the wire, safetensors only."""
+    for package in MAY_IMPORT:
+        for path in sources(package):
+            text = path.read_text()
+            assert "pickle" not in {name.split(".")[0] for name in imported_modules(path)}, path
+            assert "torch.load(" not in text, path
+            assert "trust_remote_code=True" not in text, path

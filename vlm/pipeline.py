@@ -1,0 +1,247 @@
+"""The path of one request. Read this file first.
+
+image bytes -> header probe -> tile grid -> prompt      `prepare`: pure arithmetic, the cost is known
+prompt -> engine -> events                              `run`: a cached image or prefix is jumped over;
+engine wants an image -> decode, tile -> engine         only then are its pixels decoded, once for all
+                                                        requests that wait for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from preprocess.limits import ImageLimits
+from preprocess.probe import probe
+from preprocess.stage import PreprocessSpec
+from preprocess.wire import to_bytes
+from workers.stages import PreprocessStage
+
+from llm.request import (
+    Event,
+    Finished,
+    Priority,
+    Prompt,
+    Request,
+    RequestError,
+    SamplingParams,
+    Timings,
+    VisualKey,
+    WantVisual,
+)
+from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
+from vlm.prompt import ImagePart, Message
+from vlm.spec import ModelSpec
+from workers.engine_client import EngineClient, EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+PREPROCESSING_UNAVAILABLE = (
+    "The image could not be processed because of a fault on our side. Please try again."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image as a client sent it."""
+
+    data: bytes
+    detail: Detail = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: tuple[str | ImageInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedImage:
+    """An image whose cost is known; nothing was decoded."""
+
+    data: bytes
+    info: ImageInfo
+    grid: TileGrid
+    spec: PreprocessSpec
+    key: VisualKey
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    request: Request
+    images: tuple[PlannedImage, ...]
+    started: float  # time.monotonic() when preparation began
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One preparation of an image's tiles, and the requests that wait for it."""
+
+    task: asyncio.Task[None] | None = None
+    elapsed_ms: float = 0.0
+    waiters: set[str] = field(default_factory=set)
+
+
+class Pipeline:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        preprocess: PreprocessStage,
+        engine: EngineClient,
+        limits: ImageLimits | None = None,
+        image_deadline_s: float = 60.0,
+    ) -> None:
+        self.spec = spec
+        self.preprocess = preprocess
+        self.engine = engine
+        self.limits = limits or ImageLimits()
+        self.image_deadline_s = image_deadline_s
+        self._flights: dict[VisualKey, _Flight] = {}
+
+    async def start(self) -> None:
+        await asyncio.gather(self.engine.start(), self.preprocess.start())
+
+    async def close(self) -> None:
+        for flight in list(self._flights.values()):
+            if flight.task:
+                flight.task.cancel()
+        await asyncio.gather(self.engine.close(), self.preprocess.close())
+
+    def plan_image(self, image: ImageInput) -> PlannedImage:
+        """What an image costs, from its header. Raises `ImageError`."""
+        info = probe(image.data, self.limits)
+        spec = self.spec.preprocess_spec(image.detail)
+        grid = spec.rule.grid(info.width, info.height, spec.detail)
+        return PlannedImage(
+            data=image.data,
+            info=info,
+            grid=grid,
+            spec=spec,
+            key=self.spec.visual_key(info.sha256, spec),
+            num_tokens=grid.num_tiles * self.spec.geometry.tokens_per_tile,
+        )
+
+    def prepare(
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        *,
+        priority: Priority = "interactive",
+        namespace: str = "",
+    ) -> PreparedRequest:
+        """The exact prompt and its cost; nothing is decoded. Raises `ImageError` and `RequestError`."""
+        started = time.monotonic()
+        images: list[PlannedImage] = []
+        planned: list[Message] = []
+        for message in messages:
+            parts: list[str | ImagePart] = []
+            for part in message.content:
+                if isinstance(part, str):
+                    parts.append(part)
+                else:
+                    images.append(self.plan_image(part))
+                    parts.append(ImagePart(images[-1].grid, images[-1].key))
+            planned.append(Message(message.role, tuple(parts)))
+        prompt = self.spec.prompt_builder.build(planned)
+        params = self._fit(prompt, params)
+        request = Request(request_id, prompt, params, priority, namespace)
+        return PreparedRequest(request, tuple(images), started)
+
+    def _fit(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Caps `max_tokens` at what the context leaves. Raises `RequestError` when nothing is left."""
+        room = self.spec.context_length - prompt.num_tokens
+        if room < 1:
+            text = prompt.num_tokens - prompt.num_image_tokens
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {self.spec.context_length} tokens. Your messages have "
+                f"{prompt.num_tokens} tokens ({text} of text, {prompt.num_image_tokens} of images), which leaves "
+                "no room for an answer.",
+                "messages",
+            )
+        return replace(params, max_tokens=min(params.max_tokens, room))
+
+    async def run(self, prepared: PreparedRequest) -> AsyncIterator[Event]:
+        """The answer's events. Closing the iterator cancels whatever is still under way."""
+        images = {image.key: image for image in prepared.images}
+        request_id = prepared.request.id
+        joined: list[_Flight] = []
+        submitted = time.monotonic()
+        try:
+            async with contextlib.aclosing(self.engine.submit(prepared.request)) as events:
+                async for event in events:
+                    match event:
+                        case WantVisual(key=key):
+                            joined.append(self._join_flight(images[key], request_id))
+                        case Finished(timings=timings) if timings:
+                            outside_ms = (submitted - prepared.started) * 1e3
+                            yield replace(event, timings=_from_request_read(timings, outside_ms, joined))
+                        case _:
+                            yield event
+        finally:
+            self._leave_flights(request_id)
+
+    def _join_flight(self, image: PlannedImage, request_id: str) -> _Flight:
+        """Single flight: the tiles of an image are made once, however many requests wait for them."""
+        flight = self._flights.get(image.key)
+        if flight is None:
+            flight = self._flights[image.key] = _Flight()
+            flight.task = asyncio.create_task(self._make_tiles(image, flight))
+        flight.waiters.add(request_id)
+        return flight
+
+    def _leave_flights(self, request_id: str) -> None:
+        for key, flight in list(self._flights.items()):
+            flight.waiters.discard(request_id)
+            if not flight.waiters and flight.task:
+                self._flights.pop(key)
+                flight.task.cancel()
+
+    async def _make_tiles(self, image: PlannedImage, flight: _Flight) -> None:
+        """Decodes and tiles an image and hands it to the engine; an image that fails tells the engine so."""
+        started = time.monotonic()
+        try:
+            tiles = await self.preprocess.tiles(
+                image.data, image.spec, self.limits, deadline_s=self.image_deadline_s
+            )
+            flight.elapsed_ms = (time.monotonic() - started) * 1e3
+            await self.engine.put_tiles(image.key, to_bytes(tiles))
+        except ImageError as error:
+            await self._fail_tiles(image.key, error.code, error.message)
+        except EngineUnavailable:
+            pass  # the engine's death already ended every stream that waited
+        except Exception:
+            log.exception("preprocessing failed")
+            await self._fail_tiles(image.key, "preprocessing_unavailable", PREPROCESSING_UNAVAILABLE)
+        finally:
+            if self._flights.get(image.key) is flight:
+                self._flights.pop(image.key)
+
+    async def _fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            await self.engine.fail_tiles(key, code, message)
+
+
+def _from_request_read(timings: Timings, outside_ms: float, joined: Sequence[_Flight]) -> Timings:
+    """Timings on the client's clock, which starts when its request is read; the engine's at submission.
+
+    The engine's `encode_ms` runs from the wish for an image to its visual tokens, tiles included.
+    """
+    preprocess_ms = sum(flight.elapsed_ms for flight in joined)
+    return replace(
+        timings,
+        preprocess_ms=outside_ms + preprocess_ms,
+        encode_ms=max(0.0, timings.encode_ms - preprocess_ms),
+        ttft_ms=timings.ttft_ms + outside_ms,
+        total_ms=timings.total_ms + outside_ms,
+    )

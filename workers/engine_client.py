@@ -1,0 +1,45 @@
+"""What the serving side needs of an engine, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from llm.request import Event, Request, VisualKey
+
+
+class EngineUnavailable(Exception):
+    """The engine is down or restarting; the same request may succeed later."""
+
+
+class EngineClient(Protocol):
+    """One engine behind `submit(request) -> events`.
+
+    A stream ends with the last `Finished` (the one with `usage`) or with `Failed`; an engine that dies
+    ends every stream with `Failed("engine_died", ...)`. Closing the iterator early cancels the request.
+    """
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Raises `EngineUnavailable` while the engine is down and `RequestError` for what never fits."""
+        ...
+
+    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+        """Tiles in wire format (`preprocess.wire`), for a `WantVisual` of this key."""
+        ...
+
+    async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
+        """The tiles of this key can't be had: fails the requests that wait for them."""
+        ...
+
+    async def stats(self) -> dict[str, Any]: ...
+
+    async def clear_cache(self) -> None:
+        """Forgets cached visual tokens and prefixes that no live request holds."""
+        ...
