@@ -1,0 +1,92 @@
+"""The decoder on any device and dtype torch has: the reference for the other backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm.backend.base import StepItem, StepPlan
+from llm.backend.ragged import Limits, Ragged, flatten
+from llm.config import DecoderConfig
+from llm.decoder import Batch, Decoder, DecoderWeights, SequenceSpan, make_pool
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedBlocks:
+    """KV of swapped-out blocks on the host: [layers, 2, K, n, block_size, D]."""
+
+    data: Tensor
+
+
+class TorchBackend:
+    """Weights and KV pool on one device. `execute` and the swaps must be called from one thread at a time."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, *, num_blocks: int, block_size: int = 16
+    ) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.vocab_size = config.vocab_size
+        self.max_positions = min(config.max_positions, num_blocks * block_size)
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self.decoder = Decoder(config, weights, self.max_positions)
+        self.pool = make_pool(config, num_blocks, block_size, self.device, self.dtype)
+        self._limits = Limits(block_size, num_blocks, self.vocab_size, self.max_positions)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> np.ndarray:
+        """See Backend. Raises PlanError for a plan out of bounds, before anything is written."""
+        ragged = flatten(plan, self._limits)
+        for source, target in plan.copies:
+            self.pool[:, :, :, target] = self.pool[:, :, :, source]
+        if not plan.items:
+            return np.empty((0, self.vocab_size), np.float32)
+        logits = self.decoder.forward(self._batch(plan, ragged), self.pool)
+        return logits.to("cpu", torch.float32).numpy()
+
+    def _batch(self, plan: StepPlan, ragged: Ragged) -> Batch:
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device, torch.int64)
+
+        spans = tuple(
+            self._span(item, int(ragged.offsets[i]), int(ragged.lengths[i]))
+            for i, item in enumerate(plan.items)
+        )
+        visuals = tuple(
+            (int(ragged.offsets[i]) + visual.start, torch.as_tensor(visual.rows))
+            for i, item in enumerate(plan.items)
+            for visual in item.visuals
+        )
+        return Batch(
+            token_ids=on_device(ragged.token_ids),
+            positions=on_device(ragged.positions),
+            slots=on_device(ragged.slots),
+            spans=spans,
+            logit_rows=on_device(ragged.logit_rows),
+            visuals=visuals,
+        )
+
+    def _span(self, item: StepItem, begin: int, length: int) -> SequenceSpan:
+        table = item.block_table[: -(-length // self.block_size)]
+        consecutive = table == tuple(range(table[0], table[0] + len(table)))
+        return SequenceSpan(
+            begin=begin,
+            end=begin + len(item.token_ids),
+            length=length,
+            blocks=torch.tensor(table, device=self.device),
+            first_block=table[0] if consecutive else None,
+        )
+
+    def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
+        return SwappedBlocks(self.pool[:, :, :, list(blocks)].to("cpu", copy=True))
+
+    def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
+        """Raises ValueError when the handle holds another number of blocks."""
+        if handle.data.shape[3] != len(blocks):
+            raise ValueError("a swapped-out handle goes back into as many blocks as it came from")
+        self.pool[:, :, :, list(blocks)] = handle.data.to(self.device)

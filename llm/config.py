@@ -1,0 +1,329 @@
+"""What a decoder is, read from a Hugging Face config: shapes, rope, biases. Torch-free.
+
+Reference: transformers' LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig and modeling_rope_utils.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+VLM_TYPES = ("smolvlm", "idefics3")
+
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+
+_NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window")
+
+# What a config.json may leave out, per architecture (transformers' class defaults).
+_COMMON: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048},
+    "qwen2": _COMMON
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+    },
+    "qwen3": _COMMON
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "mistral": _COMMON
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+}
+
+
+class ConfigError(ValueError):
+    """A checkpoint whose config this decoder does not implement; the text is safe to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: inverse frequencies and the factor on cos and sin."""
+
+    rope_type: RopeType
+    theta: float
+    dim: int  # rotated dimensions of a head: all of them
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    scaling: float = 1.0  # multiplies cos and sin
+
+    def inv_freq(self) -> np.ndarray:
+        """float32 [dim / 2], in radians per position."""
+        base = np.float32(self.theta) ** (np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim))
+        inv = (np.float32(1.0) / base).astype(np.float32)
+        if self.rope_type == "linear":
+            return (inv / np.float32(self.factor)).astype(np.float32)
+        if self.rope_type == "llama3":
+            return self._llama3(inv)
+        if self.rope_type == "yarn":
+            return self._yarn(inv)
+        return inv
+
+    def _llama3(self, inv: np.ndarray) -> np.ndarray:
+        """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+        wavelength = 2 * math.pi / inv.astype(np.float64)
+        low = self.original_max_positions / self.low_freq_factor
+        high = self.original_max_positions / self.high_freq_factor
+        smooth = (self.original_max_positions / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - smooth) * inv / self.factor + smooth * inv
+        stretched = np.where(wavelength > low, inv / self.factor, inv)
+        medium = (wavelength >= high) & (wavelength <= low)
+        return np.where(medium, blended, stretched).astype(np.float32)
+
+    def _yarn(self, inv: np.ndarray) -> np.ndarray:
+        """NTK by parts (arXiv 2309.00071): a linear ramp between interpolated and original frequencies."""
+
+        def dimension(rotations: float) -> float:
+            ratio = self.original_max_positions / (rotations * 2 * math.pi)
+            return self.dim * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(self.dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+        return (inv / self.factor * ramp + inv * (1 - ramp)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A pre-norm GQA decoder with a gated SiLU MLP. MHA and MQA are num_kv_heads' two ends."""
+
+    vocab_size: int
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]  # per layer: keys a query sees, itself included; 0 is all
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """From a config.json's content: a VLM's (its text_config) or a plain decoder's.
+
+        Raises ConfigError for what the decoder does not implement.
+        """
+        tied = config.get("tie_word_embeddings")
+        text = config
+        if config.get("model_type") in VLM_TYPES:
+            nested = config.get("text_config")
+            text = {"model_type": "llama", "rms_norm_eps": 1e-5} if nested is None else nested
+            tied = bool(tied)
+        architecture = text.get("model_type", "llama" if text is not config else None)
+        if architecture not in _DEFAULTS:
+            raise ConfigError(
+                f"decoder type {_shown(architecture)} is not supported (supported: {', '.join(_DEFAULTS)})"
+            )
+        given = {k: v for k, v in text.items() if v is not None or k in _NULLABLE}
+        values = _DEFAULTS[architecture] | given
+        if tied is not None:
+            values["tie_word_embeddings"] = tied
+        return _build(architecture, values)
+
+
+def read_decoder_config(directory: Path) -> DecoderConfig:
+    """Reads `config.json` of a checkpoint directory; ConfigError when it is absent or not a JSON object."""
+    return DecoderConfig.from_hf(read_json_object(directory / "config.json"))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the checkpoint has no {path.name}") from None
+    except (OSError, ValueError):
+        raise ConfigError(f"the checkpoint's {path.name} is not readable JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"the checkpoint's {path.name} is not a JSON object")
+    return value
+
+
+def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
+    heads = _count(values, "num_attention_heads")
+    kv_heads = _count(values, "num_key_value_heads") if values["num_key_value_heads"] else heads
+    head_dim = _count(values, "head_dim") if values["head_dim"] else _count(values, "hidden_size") // heads
+    if heads % kv_heads:
+        raise ConfigError("num_attention_heads is not a multiple of num_key_value_heads")
+    if head_dim % 2:
+        raise ConfigError("an odd head_dim is not supported")
+    if values["hidden_act"] not in ("silu", "swish"):
+        raise ConfigError(f"activation {_shown(values['hidden_act'])} is not supported (supported: silu)")
+    if values.get("quantization_config"):
+        raise ConfigError("quantized checkpoints are not supported")
+    has_attention_bias = architecture != "mistral" and bool(values["attention_bias"])
+    return DecoderConfig(
+        vocab_size=_count(values, "vocab_size"),
+        d_model=_count(values, "hidden_size"),
+        d_ff=_count(values, "intermediate_size"),
+        num_layers=_count(values, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=_rope(values, head_dim),
+        norm_eps=float(values["rms_norm_eps"]),
+        max_positions=_count(values, "max_position_embeddings"),
+        tied_embeddings=bool(values["tie_word_embeddings"]),
+        qkv_bias=architecture == "qwen2" or has_attention_bias,
+        out_bias=architecture in ("llama", "qwen3") and has_attention_bias,
+        mlp_bias=architecture == "llama" and bool(values["mlp_bias"]),
+        qk_norm=architecture == "qwen3",
+        windows=_windows(architecture, values),
+    )
+
+
+def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Mistral slides in every layer; Qwen slides where `layer_types` (or `max_window_layers`) says."""
+    num_layers = _count(values, "num_hidden_layers")
+    window = values.get("sliding_window") or 0
+    if architecture == "llama" or not window:
+        return (0,) * num_layers
+    if architecture == "mistral":
+        return (int(window),) * num_layers
+    if not values.get("use_sliding_window"):
+        return (0,) * num_layers
+    first = int(values.get("max_window_layers", 28))
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
+    if len(kinds) != num_layers or any(k not in ("sliding_attention", "full_attention") for k in kinds):
+        raise ConfigError("layer_types is not supported (supported: full_attention, sliding_attention)")
+    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _rope(values: Mapping[str, Any], head_dim: int) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
+    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope_type: Any = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
+    partial = given.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
+    if rope_type not in _ROPE_KEYS:
+        raise ConfigError(
+            f"rope type {_shown(rope_type)} is not supported (supported: {', '.join(_ROPE_KEYS)})"
+        )
+    if partial != 1.0:
+        raise ConfigError("a partial rotary factor is not supported")
+    given = {k: v for k, v in given.items() if v is not None}
+    unknown = sorted(set(given) - _ROPE_KEYS[rope_type])
+    if unknown:
+        raise ConfigError(f"rope parameter {_shown(unknown[0])} is not supported for rope type {rope_type}")
+    if rope_type == "default":
+        return Rope("default", theta, head_dim)
+    original = (
+        values.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or values["max_position_embeddings"]
+    )
+    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+    for key in needed[rope_type]:
+        if key not in given:
+            raise ConfigError(f"rope type {rope_type} needs {key}")
+    factor = float(given.get("factor") or values["max_position_embeddings"] / original)
+    return Rope(
+        rope_type=rope_type,
+        theta=theta,
+        dim=head_dim,
+        factor=factor,
+        original_max_positions=int(original),
+        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(given.get("high_freq_factor", 1.0)),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        truncate=bool(given.get("truncate", True)),
+        scaling=_yarn_scaling(given, factor) if rope_type == "yarn" else 1.0,
+    )
+
+
+def _yarn_scaling(given: Mapping[str, Any], factor: float) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+def _count(values: Mapping[str, Any], key: str) -> int:
+    value = values[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} is not a positive whole number")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A config's own word in an error: short and printable."""
+    return "".join(c for c in str(value) if c.isalnum() or c in "_-.")[:40] or "(none)"
