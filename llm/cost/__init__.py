@@ -1,0 +1,98 @@
+"""Bytes and FLOPs of a decoder. Torch-free, and the one owner of these products.
+
+Admission, the swap rule, the API's estimate and the planner all call these functions. Sizes are
+bytes, times are seconds; a `DecoderShape` comes from any Hugging Face `config.json`.
+"""
+
+from llm.cost.machine import Machine, Precision
+from llm.cost.memory import (
+    InferenceLedger,
+    TrainingLedger,
+    activation_bytes,
+    inference_ledger,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_copies,
+    kv_elements_per_layer,
+    kv_room,
+    kv_shards,
+    kv_share,
+    logits_bytes,
+    max_sequences,
+    num_blocks,
+    training_ledger,
+    weight_bytes,
+)
+from llm.cost.params import CostError
+from llm.cost.rules import (
+    batch_at_ridge,
+    expected_tokens,
+    recompute_seconds,
+    speculation_pays,
+    speculation_speedup,
+    swap_is_cheaper,
+    swap_seconds,
+)
+from llm.cost.shape import DecoderShape
+from llm.cost.work import (
+    Bound,
+    Chunk,
+    StepTime,
+    Work,
+    attention_flops,
+    decode_time,
+    decode_work,
+    distinct_experts,
+    linear_flops,
+    prefill_time,
+    prefill_work,
+    step_time,
+    step_work,
+    time_work,
+    weights_read,
+)
+
+__all__ = [
+    "Bound",
+    "Chunk",
+    "CostError",
+    "DecoderShape",
+    "InferenceLedger",
+    "Machine",
+    "Precision",
+    "StepTime",
+    "TrainingLedger",
+    "Work",
+    "activation_bytes",
+    "attention_flops",
+    "batch_at_ridge",
+    "decode_time",
+    "decode_work",
+    "distinct_experts",
+    "expected_tokens",
+    "inference_ledger",
+    "kv_bytes",
+    "kv_bytes_per_token",
+    "kv_copies",
+    "kv_elements_per_layer",
+    "kv_room",
+    "kv_shards",
+    "kv_share",
+    "linear_flops",
+    "logits_bytes",
+    "max_sequences",
+    "num_blocks",
+    "prefill_time",
+    "prefill_work",
+    "recompute_seconds",
+    "speculation_pays",
+    "speculation_speedup",
+    "step_time",
+    "step_work",
+    "swap_is_cheaper",
+    "swap_seconds",
+    "time_work",
+    "training_ledger",
+    "weight_bytes",
+    "weights_read",
+]

@@ -1,0 +1,69 @@
+"""The machine and the number formats that a cost is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm.cost.params import CostError
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The byte ledger's three lines. Quantisation is an edit of one of them."""
+
+    weight_bytes: float = 2.0  # per parameter: 4, 2, 1 or 0.5
+    kv_bytes: float = 2.0  # per cached element
+    compute_bits: int = 16  # format of the matrix multiply: 32, 16 or 8
+
+    def __post_init__(self) -> None:
+        if self.weight_bytes <= 0 or self.kv_bytes <= 0:
+            raise CostError("an element has more than 0 bytes")
+        if self.compute_bits not in (32, 16, 8):
+            raise CostError("matrix multiplies are 32, 16 or 8 bits wide")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One accelerator (or this CPU). Rates are per second; efficiencies are of the rates above them."""
+
+    name: str
+    peak_flops: float  # FLOP/s, dense, 16-bit operands (32-bit on a CPU)
+    bandwidth: float  # bytes/s of main memory
+    memory_bytes: int
+    peak_flops_8bit: float = 0.0  # 0: no faster than 16-bit
+    compute_efficiency: float = 0.45  # of the peak, in prefill and in batched decode
+    tower_efficiency: float = 0.40  # of the peak, in the vision tower
+    bandwidth_efficiency: float = 1.0  # MBU; 1 makes every time a floor
+    step_overhead_s: float = 0.0  # launches and scheduling of a step, whatever its size
+    layer_overhead_s: float = 0.0  # the same, per decoder layer
+    tower_overhead_s: float = 0.0  # the same, per tower layer and call
+    cache_bytes: float = 0.0  # working sets up to this size stream at cache_bandwidth
+    cache_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0  # bytes/s to host memory, one way
+    link_bandwidth: float = 0.0  # bytes/s to a peer, one way
+    collective_s: float = 6e-6  # latency of one all-reduce
+    hop_s: float = 10e-6  # latency of one point-to-point transfer
+    workspace_bytes: int = 2_000_000_000  # graphs, scratch, buffers, fragmentation
+    preprocess_s_per_tile: float = 1.2e-3  # CPU seconds to decode, resize and cut, per tile
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.peak_flops, self.bandwidth) <= 0 or self.memory_bytes <= 0:
+            raise CostError("a machine's rates and memory are above 0")
+        for share in (self.compute_efficiency, self.tower_efficiency, self.bandwidth_efficiency):
+            if not 0 < share <= 1:
+                raise CostError("an efficiency is above 0 and at most 1")
+
+    def flops(self, compute_bits: int = 16) -> float:
+        """Peak FLOP/s at this width. 32-bit on an accelerator is not modelled: it runs at the 16-bit peak."""
+        return self.peak_flops_8bit or self.peak_flops if compute_bits == 8 else self.peak_flops
+
+    def ridge(self, compute_bits: int = 16) -> float:
+        """FLOP per byte at which arithmetic and memory take equally long."""
+        return self.flops(compute_bits) / self.bandwidth
+
+    def stream_seconds(self, num_bytes: float) -> float:
+        """Time to read `num_bytes` again in every step."""
+        if self.cache_bandwidth and num_bytes <= self.cache_bytes:
+            return num_bytes / self.cache_bandwidth
+        return num_bytes / (self.bandwidth * self.bandwidth_efficiency)
