@@ -1,0 +1,1 @@
+"""Vision encoder: SigLIP tower, connectors, visual-token cache, cross-request batcher."""

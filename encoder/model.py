@@ -1,0 +1,75 @@
+"""The encoder: uint8 tiles of several images in, each image's visual tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from encoder.config import EncoderConfig
+
+# A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
+# and holds its activations all at once.
+FORWARD_FLOPS_CPU = 4e9
+FORWARD_FLOPS_ACCELERATOR = 8e12
+
+
+class Encoder:
+    """Normalisation, tower and connector. Not thread-safe: one owner."""
+
+    def __init__(self, config: EncoderConfig, tower: nn.Module, connector: nn.Module, revision: str) -> None:
+        self.config = config
+        self.tower = tower.eval().requires_grad_(False)
+        self.connector = connector.eval().requires_grad_(False)
+        self.revision = revision
+        self.d_model = config.connector.d_model
+        self.tile_size = config.tower.image_size
+        self.tokens_per_tile = config.geometry.tokens_per_tile
+        self.tiles_computed = 0  # every tile that went through the tower, padding included; there is none
+        weight = next(tower.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        budget = FORWARD_FLOPS_CPU if self.device.type == "cpu" else FORWARD_FLOPS_ACCELERATOR
+        self.tiles_per_forward = max(1, int(budget // config.tower.flops_per_tile))
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
+        """Visual tokens of each image, [n_i * tokens_per_tile, d_model], tiles in the order given.
+
+        `images` are uint8 [n_i, S, S, 3]. Tiles of all images share forwards, without padding. Each result
+        owns its memory, so that a cache that keeps one image doesn't keep its neighbours. Raises ValueError
+        for tiles of another size or type.
+        """
+        for tiles in images:
+            self._check(tiles)
+        results = [
+            torch.empty(len(tiles) * self.tokens_per_tile, self.d_model, dtype=self.dtype, device=self.device)
+            for tiles in images
+        ]
+        places = [(image, tile) for image, tiles in enumerate(images) for tile in range(len(tiles))]
+        for start in range(0, len(places), self.tiles_per_forward):
+            chunk = places[start : start + self.tiles_per_forward]
+            tokens = self.forward(np.stack([images[image][tile] for image, tile in chunk]))
+            for rows, (image, tile) in zip(tokens, chunk, strict=True):
+                first = tile * self.tokens_per_tile
+                results[image][first : first + self.tokens_per_tile] = rows
+        return results
+
+    def forward(self, tiles: np.ndarray) -> Tensor:
+        """One batch of uint8 tiles [n, S, S, 3] to [n, tokens_per_tile, d_model]."""
+        self.tiles_computed += len(tiles)
+        return self.connector(self.tower(self.normalise(tiles)))
+
+    def normalise(self, tiles: np.ndarray) -> Tensor:
+        """uint8 [n, S, S, 3] to the tower's input [n, 3, S, S], in its dtype."""
+        rule = self.config.normalisation
+        pixels = torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device).float().mul_(rule.scale)
+        mean = torch.tensor(rule.mean, device=self.device)
+        std = torch.tensor(rule.std, device=self.device)
+        return pixels.sub_(mean).div_(std).permute(0, 3, 1, 2).to(self.dtype)
+
+    def _check(self, tiles: np.ndarray) -> None:
+        size = self.tile_size
+        if tiles.dtype != np.uint8 or tiles.ndim != 4 or tiles.shape[1:] != (size, size, 3) or not len(tiles):
+            raise ValueError(f"tiles must be uint8 [n, {size}, {size}, 3] with n of at least 1")

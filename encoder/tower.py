@@ -1,0 +1,95 @@
+"""SigLIP vision tower, laid out and named as timm builds it for open_clip.
+
+Reference: timm.models.vision_transformer.VisionTransformer with `class_token=False`, up to and including
+its final norm (`forward_features`); the attention pooling behind it is not part of a VLM's tower.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from encoder.config import Activation, TowerConfig
+
+TANH_GELU_SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
+TANH_GELU_CUBIC = 0.044715
+
+
+def gelu(x: Tensor, kind: Activation) -> Tensor:
+    """GELU, exact or in its tanh form.
+
+    The tanh form is x * sigmoid(2u) for 0.5 * x * (1 + tanh(u)): the same function within float32 rounding,
+    and on CPU 1.5 to 2 times as fast as torch's own kernel.
+    """
+    if kind == "gelu":
+        return F.gelu(x)
+    if x.device.type != "cpu" or torch.is_grad_enabled() or x.dtype != torch.float32:
+        return F.gelu(x, approximate="tanh")
+    gate = x.square().mul_(TANH_GELU_CUBIC).add_(1.0).mul_(x).mul_(TANH_GELU_SLOPE)
+    return gate.sigmoid_().mul_(x)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.width, config.patch_size, config.patch_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.proj(pixels).flatten(2).transpose(1, 2)  # [n, patches, width], in reading order
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, patches, width = x.shape
+        qkv = self.qkv(x).view(n, patches, 3, self.num_heads, width // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).reshape(n, patches, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.fc1 = nn.Linear(config.width, config.intermediate)
+        self.fc2 = nn.Linear(config.intermediate, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x), self.activation))
+
+
+class Block(nn.Module):
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Tower(nn.Module):
+    """Normalised pixels [n, 3, S, S] to patch features [n, patches, width]."""
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed(config)
+        self.pos_embed = nn.Parameter(torch.empty(1, config.num_patches, config.width))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed(pixels) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
