@@ -56,7 +56,9 @@ def install_pil(python: Path) -> None:
             "libwebp and libtiff); Pillow takes its place, image resizing will be several times slower",
             flush=True,
         )
-        subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "pillow", "pillow-simd"], check=False)
+        subprocess.run(
+            [str(python), "-m", "pip", "uninstall", "-q", "-y", "pillow", "pillow-simd"], check=False
+        )
     if pip(python, "pillow>=13"):
         sys.exit("setup: neither pillow-simd nor Pillow could be installed")
 

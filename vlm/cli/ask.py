@@ -1,0 +1,135 @@
+"""`vlm ask`: questions about images, answered in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llm.request import Delta, Failed, Finished, SamplingParams, Timings, Usage
+from preprocess.limits import ImageLimits
+from preprocess.types import ImageError
+from vlm.build import build_local_pipeline
+from vlm.cli.errors import FAILURE, CommandError
+from vlm.config import EngineOptions
+from vlm.pipeline import ChatMessage, ImageInput, Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    question: str
+    answer: str
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def split_arguments(positionals: Sequence[str], questions: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """(images, questions): with any -q all positionals are images, else the last one is the question."""
+    if questions:
+        images = list(positionals)
+    else:
+        images, questions = list(positionals[:-1]), positionals[-1:]
+        if questions and not images:
+            raise CommandError(
+                'give an image and a question, for example: vlm ask receipt.png "What is the total?"'
+            )
+    if not images:
+        raise CommandError("no image given; accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP")
+    return [Path(image) for image in images], list(questions)
+
+
+def read_image(path: Path, limits: ImageLimits | None = None) -> bytes:
+    """A file's bytes. Raises `CommandError` naming the path and what is wrong with it."""
+    limits = limits or ImageLimits()
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise CommandError(f"{path} is a folder; for many documents use: vlm caption {path} -o out.jsonl")
+        if size > limits.max_bytes:
+            raise CommandError(f"{path} has {size} bytes; at most {limits.max_bytes} are accepted")
+        return path.read_bytes()
+    except OSError as error:
+        raise CommandError(f"can't read {path}: {error.strerror}") from None
+
+
+async def answer(
+    pipeline: Pipeline, images: Sequence[bytes], question: str, params: SamplingParams
+) -> Answer:
+    """Asks one question about the images, image first, and waits for the whole answer."""
+    message = ChatMessage("user", (*(ImageInput(data) for data in images), question))
+    prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", [message], params)
+    text, reason = "", "stop"
+    usage, timings = Usage(0, 0, 0, 0), Timings()
+    async for event in pipeline.run(prepared):
+        match event:
+            case Delta(text=new):
+                text += new
+            case Finished():
+                reason = event.reason
+                usage, timings = event.usage or usage, event.timings or timings
+            case Failed(code=code, message=problem):
+                raise CommandError(problem, FAILURE if code == "engine_died" else 2)
+    return Answer(question, text.strip(), reason, usage, timings)
+
+
+async def _ask_all(
+    options: EngineOptions,
+    images: Sequence[tuple[Path, bytes]],
+    questions: Sequence[str],
+    params: SamplingParams,
+) -> list[Answer]:
+    pipeline = build_local_pipeline(options)
+    for path, data in images:
+        try:
+            pipeline.plan_image(ImageInput(data))
+        except ImageError as error:
+            raise CommandError(f"{path}: {error.message}") from None
+    await pipeline.start()
+    try:
+        return [
+            await answer(pipeline, [data for _, data in images], question, params) for question in questions
+        ]
+    finally:
+        await pipeline.close()
+
+
+def stats_line(answer: Answer) -> str:
+    usage, timings = answer.usage, answer.timings
+    return (
+        f"  first token {timings.ttft_ms:.1f} ms (preprocess {timings.preprocess_ms:.1f}, encode "
+        f"{timings.encode_ms:.1f}, prefill {timings.prefill_ms:.1f}), {timings.tpot_ms:.2f} ms a token, "
+        f"total {timings.total_ms:.1f} ms; {usage.prompt_tokens} prompt tokens, {usage.image_tokens} of images, "
+        f"{usage.cached_tokens} cached, {usage.completion_tokens} generated"
+    )
+
+
+def ask(
+    positionals: Sequence[str],
+    questions: Sequence[str],
+    options: EngineOptions,
+    params: SamplingParams,
+    *,
+    as_json: bool = False,
+    stats: bool = False,
+) -> None:
+    paths, asked = split_arguments(positionals, questions)
+    if any(not question.strip() for question in asked):
+        raise CommandError("the question is empty")
+    images = [(path, read_image(path)) for path in paths]
+    answers = asyncio.run(_ask_all(options, images, asked, replace(params)))
+    if as_json:
+        print(json.dumps({"answers": [a.to_json() for a in answers]}, ensure_ascii=False))
+        return
+    for a in answers:
+        print(f"{a.question}\n  {a.answer}" if len(answers) > 1 else a.answer)
+        if stats:
+            print(stats_line(a), file=sys.stderr if len(answers) == 1 else sys.stdout)

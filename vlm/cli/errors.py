@@ -1,0 +1,51 @@
+"""Errors as one line on stderr and an exit code; no traceback unless VLM_DEBUG is set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+BAD_INPUT, FAILURE, PARTIAL = 2, 1, 3
+
+
+class CommandError(Exception):
+    """Ends a command with a message and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = BAD_INPUT) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _exit_code(error: BaseException) -> int:
+    """Bad input is 2, a fault of ours 1. Imports late: most commands never fail."""
+    from llm.request import RequestError
+    from preprocess.types import ImageError
+
+    if isinstance(error, CommandError):
+        return error.exit_code
+    if isinstance(
+        error, (ImageError, RequestError, ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
+    ):
+        return BAD_INPUT
+    return FAILURE
+
+
+def run(command: Callable[[], None]) -> NoReturn:
+    """Runs the command line and exits the process."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("vlm: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILURE)
+    except Exception as error:
+        if os.environ.get("VLM_DEBUG"):
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"vlm: {text}", file=sys.stderr)
+        sys.exit(_exit_code(error))
+    sys.exit(0)

@@ -1,0 +1,160 @@
+"""The `vlm` command. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from vlm.cli.errors import run
+from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+
+app = typer.Typer(
+    name="vlm",
+    help="Answers questions about images and captions documents in bulk. Visual work is done once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+worker = typer.Typer(
+    help="Celery workers for the stages of the pipeline.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(worker, name="worker")
+
+Model = Annotated[str, typer.Option(help="A Hugging Face checkpoint directory, or 'default'.")]
+Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
+ENGINE, SERVE = EngineOptions(), ServeConfig()
+
+
+def _engine_options(model: str, **values: Any) -> EngineOptions:
+    return EngineOptions(model=DEFAULT_MODEL if model == "default" else model, **values)
+
+
+@app.command()
+def ask(
+    images: Annotated[
+        list[str], typer.Argument(metavar="IMAGE... [QUESTION]", help="Images, then the question.")
+    ],
+    question: Annotated[
+        list[str],
+        typer.Option(
+            "-q", "--question", help="A question; may be repeated. All positionals are images then."
+        ),
+    ] = [],  # noqa: B006
+    model: Model = "default",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = ENGINE.threads,
+    stats: Annotated[bool, typer.Option("--stats", help="Print timings and token counts.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask questions about images.
+
+    Example: vlm ask receipt.png -q "What is the total?" -q "What is the date?" --stats
+    """
+    from llm.request import SamplingParams
+    from vlm.cli import ask as command
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options = _engine_options(model, threads=threads)
+    command.ask(images, question, options, params, as_json=as_json, stats=stats)
+
+
+@app.command()
+def tokens(
+    images: Annotated[list[Path], typer.Argument(help="Images; only their headers are read.")],
+    model: Model = "default",
+    detail: Annotated[Literal["auto", "low", "high"], typer.Option(help="As in the API.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Show what images cost: grid, visual tokens, KV bytes. Nothing is decoded, no weights are loaded.
+
+    Example: vlm tokens scans/*.jpg
+    """
+    from vlm.cli.tokens import show_tokens
+
+    show_tokens(images, _engine_options(model).model, detail, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check the installation and measure this machine.
+
+    Example: vlm doctor
+    """
+    from vlm.cli.doctor import show_doctor
+
+    show_doctor(quick=quick, as_json=as_json)
+
+
+@app.command()
+def serve(
+    model: Model = "default",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = SERVE.host,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = SERVE.port,
+    broker: Annotated[str, typer.Option(help="redis://...: decode images in Celery workers.")] = SERVE.broker,
+    store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = SERVE.store,
+    config: Annotated[Path | None, typer.Option(help="TOML file with [serve] and [engine] tables.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    allow_public: Annotated[
+        bool, typer.Option("--allow-public", help="Listen beyond this machine although no keys are set.")
+    ] = False,
+) -> None:
+    """Serve the OpenAI-compatible API and the playground.
+
+    Example: vlm serve --port 8000
+    """
+    from vlm.cli.serve import serve_command
+
+    serve_command(
+        options={"serve": {"host": host, "port": port, "broker": broker, "store": store}},
+        model=None if model == "default" else model,
+        threads=threads,
+        config_file=config,
+        allow_public=allow_public,
+    )
+
+
+@worker.command("preprocess")
+def worker_preprocess(
+    broker: Annotated[
+        str, typer.Option(help="redis://host:port/db of the queue.")
+    ] = "redis://127.0.0.1:6379/0",
+    store: Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")] = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Decode processes, one thread each.")] = 1,
+) -> None:
+    """Decode and tile images for servers that share the broker. Never loads torch.
+
+    Example: vlm worker preprocess --broker redis://127.0.0.1:6379/0 --concurrency 4
+    """
+    from workers.preprocess_worker import run as run_worker
+
+    run_worker(broker, store or broker, concurrency)
+
+
+def register_late(application: typer.Typer) -> None:
+    """Commands whose options live with their packages."""
+    from vlm.bench.cli import bench_command
+    from vlm.caption.cli import caption_command
+    from vlm.plan.cli import app as plan_app
+    from vlm.train.cli import train_command
+
+    application.command("caption")(caption_command)
+    application.command("bench")(bench_command)
+    application.command("train")(train_command)
+    application.add_typer(plan_app, name="plan")
+
+
+def main() -> None:
+    register_late(app)
+    run(lambda: app(standalone_mode=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`vlm tokens`: what images cost, from their headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from preprocess.limits import ImageLimits
+from preprocess.probe import probe
+from preprocess.types import Detail, ImageError
+from vlm.cli.ask import read_image
+from vlm.cli.errors import CommandError
+from vlm.spec import ModelSpec
+
+
+def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
+    info = probe(data, ImageLimits())
+    grid = spec.preprocess_spec(detail).rule.grid(info.width, info.height, detail)
+    image_tokens = grid.num_tiles * spec.geometry.tokens_per_tile
+    return {
+        "width": info.width,
+        "height": info.height,
+        "format": info.format,
+        "rows": grid.rows,
+        "cols": grid.cols,
+        "tiles": grid.num_tiles,
+        "image_tokens": image_tokens,
+        "prompt_tokens": spec.image_prompt_tokens(grid),
+        "kv_bytes": spec.kv_bytes(spec.image_prompt_tokens(grid)),
+    }
+
+
+def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: bool) -> None:
+    spec = ModelSpec.load(model)
+    rows = []
+    for path in paths:
+        try:
+            rows.append({"path": str(path), **image_cost(spec, read_image(path), detail)})
+        except ImageError as error:
+            raise CommandError(f"{path}: {error.message}") from None
+    if as_json:
+        print(json.dumps({"model": spec.name, "images": rows}, ensure_ascii=False))
+        return
+    print(
+        f"{'image':32} {'size':>11} {'grid':>7} {'tiles':>5} {'visual tokens':>13} {'prompt':>7} {'KV bytes':>12}"
+    )
+    for row in rows:
+        size, grid = f"{row['width']}x{row['height']}", f"{row['rows']}x{row['cols']}"
+        print(
+            f"{row['path'][-32:]:32} {size:>11} {grid:>7} {row['tiles']:>5} {row['image_tokens']:>13} "
+            f"{row['prompt_tokens']:>7} {row['kv_bytes']:>12,}"
+        )
+    if len(rows) > 1:
+        total = [
+            sum(row[name] for row in rows) for name in ("tiles", "image_tokens", "prompt_tokens", "kv_bytes")
+        ]
+        print(f"{'total':32} {'':>11} {'':>7} {total[0]:>5} {total[1]:>13} {total[2]:>7} {total[3]:>12,}")
