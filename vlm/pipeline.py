@@ -15,10 +15,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from preprocess.limits import ImageLimits
-from preprocess.probe import probe
-from preprocess.stage import PreprocessSpec
-from preprocess.wire import to_bytes
 from workers.stages import PreprocessStage
 
 from llm.request import (
@@ -33,7 +29,11 @@ from llm.request import (
     VisualKey,
     WantVisual,
 )
+from preprocess.limits import ImageLimits
+from preprocess.probe import probe
+from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
+from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.engine_client import EngineClient, EngineUnavailable

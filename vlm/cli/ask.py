@@ -107,7 +107,8 @@ def stats_line(answer: Answer) -> str:
     return (
         f"  first token {timings.ttft_ms:.1f} ms (preprocess {timings.preprocess_ms:.1f}, encode "
         f"{timings.encode_ms:.1f}, prefill {timings.prefill_ms:.1f}), {timings.tpot_ms:.2f} ms a token, "
-        f"total {timings.total_ms:.1f} ms; {usage.prompt_tokens} prompt tokens, {usage.image_tokens} of images, "
+        f"total {timings.total_ms:.1f} ms; {usage.prompt_tokens} prompt tokens, "
+        f"{usage.image_tokens} of images, "
         f"{usage.cached_tokens} cached, {usage.completion_tokens} generated"
     )
 
