@@ -49,6 +49,25 @@ class ServeConfig:
     image_deadline_s: float = 30.0
     drain_s: float = 30.0
     variant: Literal["fast", "exact"] = "fast"
+    model_name: str = ""  # id shown to clients; empty: the model directory's name
+    keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.auth; empty: no authentication
+    allow_public: bool = False  # listen on a public address though there are no keys
+    requests_per_minute: int = 0  # per key; 0 is off; a key's own setting wins
+    allow_urls: bool = False  # fetch http(s) images on clients' behalf
+    fetch_deadline_s: float = 10.0
+    cors_origins: str = ""  # comma-separated; empty: no cross-origin requests
+    default_max_tokens: int = 512
+    max_choices: int = 8  # `n` of one request
+    max_request_megapixels: int = 256  # of all images of one request
+    max_decoded_mb: int = 4096  # decoded images of requests whose answer has not begun
+    max_bodies_mb: int = 512  # request bodies being read or waiting for an answer
+    body_timeout_s: float = 60.0  # to read one request's body
+    data_dir: str = ""  # files and batches; empty: $XDG_DATA_HOME/vlm
+    max_file_mb: int = 200
+    max_files_mb: int = 4096  # of all stored files
+    image_store_mb: int = 512  # of all uploaded images
+    image_ttl_s: float = 86400.0
+    log_format: Literal["json", "plain"] = "json"
 
 
 def from_mapping(cls: type[T], values: dict[str, Any]) -> T:
