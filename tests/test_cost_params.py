@@ -8,63 +8,64 @@ from typing import Any
 import pytest
 
 from llm.cost import CostError, DecoderShape
+from llm.cost.params import FAMILIES
 
-BASE: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=320,
-    max_position_embeddings=128,
-)
-MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
-MLA = dict(
-    kv_lora_rank=16,
-    q_lora_rank=24,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=12,
-    n_routed_experts=8,
-    n_shared_experts=2,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
-    num_key_value_heads=4,
-    n_group=1,
-    topk_group=1,
-)
-LINEAR = dict(
-    head_dim=32,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    linear_conv_kernel_dim=4,
-)
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LINEAR = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 ABSENT = "absent"  # a key that the family's configs don't have
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
-    ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=24)),
-    ("smollm3", dict(pad_token_id=0)),
-    ("mistral", dict(sliding_window=None)),
-    ("mixtral", dict(num_local_experts=8, num_experts_per_tok=2)),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("smollm3", {"pad_token_id": 0}),
+    ("mistral", {"sliding_window": None}),
+    ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     ("qwen2", {}),
-    ("qwen2", dict(tie_word_embeddings=True)),
+    ("qwen2", {"tie_word_embeddings": True}),
     ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
-    ("qwen3", dict(head_dim=32)),
+    ("qwen3", {"head_dim": 32}),
     ("qwen3_moe", {**MOE, "head_dim": 32, "mlp_only_layers": [1]}),
     ("qwen3_next", {**MOE, **LINEAR, "shared_expert_intermediate_size": 40}),
     ("qwen3_5_text", LINEAR),
     ("qwen3_5_moe_text", {**MOE, **LINEAR, "shared_expert_intermediate_size": 40}),
-    ("gemma", dict(head_dim=16)),
-    ("gemma2", dict(head_dim=32, sliding_window=32)),
-    ("gemma3_text", dict(head_dim=32, sliding_window=32)),
+    ("gemma", {"head_dim": 16}),
+    ("gemma2", {"head_dim": 32, "sliding_window": 32}),
+    ("gemma3_text", {"head_dim": 32, "sliding_window": 32}),
     ("olmo2", {}),
     ("deepseek_v2", MLA),
     ("deepseek_v3", {**MLA, "q_lora_rank": None}),
-    ("gpt2", dict(num_key_value_heads=ABSENT, intermediate_size=ABSENT)),
-    ("gpt_neox", dict(tie_word_embeddings=False, num_key_value_heads=ABSENT)),
+    ("gpt2", {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}),
+    ("gpt_neox", {"tie_word_embeddings": False, "num_key_value_heads": ABSENT}),
     ("starcoder2", {}),
 ]
 
@@ -81,6 +82,16 @@ def _reference(model_type: str, changes: dict[str, Any]) -> tuple[dict[str, Any]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     return config.to_dict(), sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gpt2", "deepseek_v2"}))
+def test_what_a_config_leaves_out_is_the_references_default(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = AutoConfig.for_model(model_type).to_dict()
+    assert DecoderShape.from_config({"model_type": model_type}) == DecoderShape.from_config(full)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
@@ -109,7 +120,9 @@ def test_an_unknown_family_is_counted_as_llama_and_says_so() -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_missing_size_is_named(key: str) -> None:
     with pytest.raises(CostError, match=key):
-        DecoderShape.from_config({name: value for name, value in BASE.items() if name != key})
+        DecoderShape.from_config(
+            {"model_type": "newcomer", **{name: value for name, value in BASE.items() if name != key}}
+        )
 
 
 @pytest.mark.parametrize(

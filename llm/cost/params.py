@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llm.cost.defaults import LINEAR, SLIDING_PATTERN, class_defaults
+
 Config = Mapping[str, Any]
 
 
@@ -93,14 +95,22 @@ def read(config: Config, key: str, default: Any = None) -> Any:
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """The decoder's part of a config: itself, or `text_config` with the outer head-tying rule."""
+    """The decoder's part of a config, what it leaves out filled in from its family's class."""
     inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return dict(config)
-    merged = dict(inner)
-    if config.get("tie_word_embeddings") is not None:
-        merged["tie_word_embeddings"] = config["tie_word_embeddings"]
-    return merged
+    text = dict(inner) if isinstance(inner, Mapping) else dict(config)
+    tied = config.get("tie_word_embeddings")
+    if tied is None and config.get("model_type") in ("smolvlm", "idefics3"):
+        tied = False  # the outer class's default counts, whatever the decoder's part says
+    if tied is not None:
+        text["tie_word_embeddings"] = tied
+    text.setdefault("model_type", "llama")
+    defaults = class_defaults(str(text["model_type"]))
+    aliased = {alias for key in text for names in _names_of(key) for alias in names}
+    return {**{key: value for key, value in defaults.items() if key not in aliased}, **text}
+
+
+def _names_of(key: str) -> list[tuple[str, ...]]:
+    return [(name, *others) for name, others in _ALIASES.items() if key == name or key in others]
 
 
 def family_of(config: Config) -> tuple[Family, bool]:
@@ -116,10 +126,16 @@ def layer_types(config: Config) -> list[Literal["full", "sliding", "linear"]]:
     if named is None and config.get("full_attention_interval"):
         interval = int(config["full_attention_interval"])
         named = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
-    if named is None and config.get("model_type") in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+    if named is None and config.get("model_type") in LINEAR:
         named = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
+    pattern = int(
+        config.get("sliding_window_pattern") or SLIDING_PATTERN.get(str(config.get("model_type")), 0)
+    )
+    if named is None and pattern:
+        named = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
     if named is None:
-        windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+        optional = str(config.get("model_type")).startswith("qwen")
+        windowed = config.get("sliding_window") and config.get("use_sliding_window", not optional)
         return ["sliding" if windowed else "full"] * num_layers
     kinds: dict[str, Literal["full", "sliding", "linear"]] = {
         "full_attention": "full",
