@@ -156,7 +156,7 @@ class TileBatcher:
             self.counters.dropped += 1
 
     def fail(self, key: str, failure: Failure) -> None:
-        """The key's tiles can't be had: a failure like the encoder's own, kept while somebody holds the key."""
+        """The key's tiles can't be had: a failure like the encoder's own, kept while the key is held."""
         self.cancel(key)
         if self.cache.holds(key) and key not in self.cache:
             self._failures[key] = failure
