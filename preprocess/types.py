@@ -24,11 +24,12 @@ class ImageError(ValueError):
 class ImageInfo:
     """What the header tells, without decoding a pixel."""
 
-    sha256: str  # 64 hex digits of the file's bytes: the image's identity
+    sha256: str  # 64 hex digits of the file's bytes: the image's identity (`page_digest` for page > 0)
     format: str  # "JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"
     width: int  # after EXIF orientation
     height: int  # after EXIF orientation
     num_bytes: int
+    num_pages: int = 1  # above 1 only for TIFF; an animation is its first frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,24 @@ class TileGrid:
         return self.rows * self.cols + int(self.thumbnail)
 
 
+@dataclass(frozen=True, slots=True)
+class ResizePlan:
+    """How pixels get from the image to the grid: each step resizes the one before it.
+
+    The last step is the canvas: cols * tile_width x rows * tile_height, or one tile if the image isn't cut.
+    """
+
+    grid: TileGrid
+    steps: tuple[tuple[int, int], ...]  # (width, height)
+    thumbnail_of_canvas: bool  # the thumbnail shrinks the canvas; otherwise the image itself
+
+
 class TilingRule(Protocol):
     """A pure function of (width, height, detail)."""
 
     def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid: ...
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan: ...
 
     def to_json(self) -> dict[str, object]:
         """A description from which `tiling_from_json` makes an equal rule; part of the cache key."""
