@@ -66,7 +66,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None is off; k gives the chosen token and the k likeliest
     prompt_logprobs: int | None = None
-    constraint: tuple[str, str] | None = None  # (kind, text): ("json_schema" | "regex" | "grammar" | "json_object", ...)
+    constraint: tuple[str, str] | None = (
+        None  # (kind, text): ("json_schema" | "regex" | "grammar" | "json_object", ...)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +147,12 @@ class Failed:
     message: str
 
 
-Event = WantVisual | Delta | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's next tokens; the first entry ever is the prompt's second token."""
+
+    request_id: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+Event = WantVisual | Delta | Finished | Failed | PromptLogprobs

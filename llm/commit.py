@@ -1,0 +1,280 @@
+"""After a step: KV is written, so blocks are published, tokens drawn, text shown, sequences ended."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llm.beam import BeamSearch, Hypothesis
+from llm.blocks import BlockPool
+from llm.engine_stats import EngineCounters
+from llm.outputs import TextStream, TokenText
+from llm.request import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from llm.sampler import log_softmax, token_logprob
+from llm.scheduler import Batch, Pick, Scheduler
+from llm.sequence import Group, Sequence
+from llm.visual_wants import VisualWants
+
+
+class Committer:
+    """Applies a step's logits to its sequences and says what happened."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        wants: VisualWants,
+        tokens: TokenText,
+        eos_ids: frozenset[int],
+        counters: EngineCounters,
+        groups: dict[str, Group],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pool = pool
+        self._wants = wants
+        self._tokens = tokens
+        self._eos_ids = eos_ids
+        self._counters = counters
+        self._groups = groups
+
+    def commit(self, batch: Batch, logits: np.ndarray, now: float, events: list[Event]) -> None:
+        """`logits`: float32 [sum of num_logits, vocab], in pick order."""
+        best: list[int] = logits.argmax(axis=1).tolist() if len(logits) else []
+        beams: dict[int, tuple[Group, list[np.ndarray]]] = {}
+        row = 0
+        for pick in batch.picks:
+            group, seq = pick.group, pick.seq
+            rows = logits[row : row + pick.num_logits]
+            self._advance(pick, rows, now, events)
+            if pick.num_logits and seq.num_computed == len(seq.tokens):
+                last = row + pick.num_logits - 1
+                if group.beam is not None:
+                    beams.setdefault(id(group), (group, []))[1].append(logits[last])
+                elif seq.sampler.is_plain_greedy and group.width == 1:
+                    self._accept(group, seq, best[last], logits[last], now, events)
+                else:
+                    self._draw(group, seq, logits[last], now, events)
+            row += pick.num_logits
+        for group, group_rows in beams.values():
+            self._advance_beams(group, group_rows, now, events)
+
+    def _advance(self, pick: Pick, rows: np.ndarray, now: float, events: list[Event]) -> None:
+        """The pick's KV is written: publish full blocks, let go of images that were read."""
+        group, seq = pick.group, pick.seq
+        start = seq.num_computed
+        seq.num_computed = start + pick.num_tokens
+        self._scheduler.prefixes.publish(group, seq)
+        if group.held:
+            self._wants.release_before(group, seq.num_computed, now)
+        if not group.attached:
+            self._scheduler.attach_if_ready(group)
+        num_top = group.request.params.prompt_logprobs
+        if num_top is not None and group.num_scored < seq.num_prompt:
+            self._score_prompt(group, seq, start, rows, num_top, events)
+
+    def _score_prompt(
+        self, group: Group, seq: Sequence, start: int, rows: np.ndarray, num_top: int, events: list[Event]
+    ) -> None:
+        """Row i, of position start + i, scores the token after it; positions told before are skipped."""
+        scores = []
+        for position in range(max(start, group.num_scored), start + len(rows)):
+            if position + 1 < seq.num_prompt:
+                scores.append(token_logprob(rows[position - start], seq.tokens[position + 1], num_top))
+        group.num_scored = max(group.num_scored, start + len(rows))
+        if scores:
+            events.append(PromptLogprobs(group.id, tuple(scores)))
+
+    def _draw(self, group: Group, seq: Sequence, row: np.ndarray, now: float, events: list[Event]) -> None:
+        if group.width > 1 and group.fork_at is None:
+            self._fork_choices(group, seq)
+            for member in list(group.members):
+                token_id = member.sampler.sample(row, member.num_generated)
+                self._accept(group, member, token_id, row, now, events)
+            return
+        self._accept(group, seq, seq.sampler.sample(row, seq.num_generated), row, now, events)
+
+    def _fork_choices(self, group: Group, seq: Sequence) -> None:
+        """The prompt is computed once; every choice goes on from its blocks."""
+        stop = group.request.params.stop
+        for choice in range(1, group.width):
+            group.members.append(seq.fork(choice, TextStream(self._tokens, stop)))
+            self._pool.retain(seq.table)
+        group.fork_at = seq.num_computed
+        for member in group.members:
+            member.shares_tail = seq.num_computed % self._pool.block_size != 0
+
+    def _accept(
+        self, group: Group, seq: Sequence, token_id: int, row: np.ndarray, now: float, events: list[Event]
+    ) -> None:
+        """One token joins a sequence; ends it at an end token, a stop string or its last token."""
+        params = group.request.params
+        seq.tokens.append(token_id)
+        if not seq.sampler.is_plain_greedy:
+            seq.sampler.observe(token_id)
+        self._counters.generated_tokens += 1
+        if group.first_token_s is None:
+            group.first_token_s = now
+        group.last_token_s = now
+        reason: FinishReason | None = None
+        text, stopped = "", False
+        if token_id in self._eos_ids and not params.ignore_eos:
+            reason = "stop"
+        else:
+            text, stopped = seq.text.push(token_id)
+            if stopped:
+                reason = "stop"
+            elif len(seq.tokens) - seq.num_prompt >= params.max_tokens:
+                reason = "length"
+        if reason is not None and not stopped:
+            rest, stopped = seq.text.flush()
+            text += rest
+            if stopped:
+                reason = "stop"
+        logprobs = () if params.logprobs is None else (token_logprob(row, token_id, params.logprobs),)
+        events.append(Delta(group.id, seq.choice, (token_id,), text, logprobs))
+        if reason is not None:
+            self._finish(group, seq, reason, now, events)
+
+    def _finish(
+        self, group: Group, seq: Sequence, reason: FinishReason, now: float, events: list[Event]
+    ) -> None:
+        group.num_completion += seq.num_generated
+        group.num_longest = max(group.num_longest, seq.num_generated)
+        group.members.remove(seq)
+        self._pool.release(seq.forget_blocks())
+        if reason == "stop":
+            self._counters.finished_stop += 1
+        else:
+            self._counters.finished_length += 1
+        if group.members:
+            events.append(Finished(group.id, seq.choice, reason))
+            return
+        self._end(group, now)
+        events.append(Finished(group.id, seq.choice, reason, _usage(group), _timings(group, now)))
+
+    def _end(self, group: Group, now: float) -> None:
+        del self._groups[group.id]
+        self._scheduler.remove(group, now)
+
+    def _advance_beams(self, group: Group, rows: list[np.ndarray], now: float, events: list[Event]) -> None:
+        """One round: rank all extensions, end some, fork the rest onto their parents' blocks."""
+        beam, parents = group.beam, list(group.members)
+        assert beam is not None
+        if group.first_token_s is None:
+            group.first_token_s = now
+        group.last_token_s = now
+        group.fork_at = parents[0].num_prompt
+        num_top = group.request.params.logprobs
+        processed = [log_softmax(seq.sampler.process(row)) for seq, row in zip(parents, rows, strict=True)]
+        ranked = beam.rank([seq.score for seq in parents], processed)
+        self._counters.generated_tokens += len(parents)
+        num_tokens = parents[0].num_generated + 1
+
+        def scored(parent: int, token_id: int) -> list[TokenLogprob]:
+            return [] if num_top is None else [token_logprob(rows[parent], token_id, num_top)]
+
+        for rank, ext in enumerate(ranked):
+            if beam.is_end(ext, rank):
+                seq = parents[ext.parent]
+                beam.finish(
+                    _hypothesis(seq, ext.token_id, ext.score, "stop", scored(ext.parent, ext.token_id))
+                )
+        live = beam.live(ranked)
+        beam.settle(live[0].score if live else None, num_tokens)
+        if beam.is_done:
+            if num_tokens >= group.request.params.max_tokens:
+                for ext in live:
+                    logprobs = scored(ext.parent, ext.token_id)
+                    beam.finish(_hypothesis(parents[ext.parent], ext.token_id, ext.score, "length", logprobs))
+            self._finish_beams(group, beam, now, events)
+            return
+        # All forks before any token is added: a fork copies its parent as it was.
+        unused = set(range(len(parents)))
+        members = []
+        for ext in live:
+            parent = parents[ext.parent]
+            if ext.parent in unused:
+                unused.discard(ext.parent)
+                members.append(parent)
+            else:
+                members.append(parent.fork(0, parent.text))
+                self._pool.retain(parent.table)
+        for index in sorted(unused):
+            self._pool.release(parents[index].forget_blocks())
+        for seq, ext in zip(members, live, strict=True):
+            seq.logprobs += scored(ext.parent, ext.token_id)
+            seq.tokens.append(ext.token_id)
+            seq.sampler.observe(ext.token_id)
+            seq.score = ext.score
+            seq.shares_tail = seq.num_computed % self._pool.block_size != 0
+        group.members = members
+
+    def _finish_beams(self, group: Group, beam: BeamSearch, now: float, events: list[Event]) -> None:
+        """Tells the best n hypotheses as choices; their text is cut at the first stop string."""
+        params = group.request.params
+        chosen = beam.finished[: params.n]
+        group.num_completion = sum(len(hypothesis.token_ids) for hypothesis in chosen)
+        group.num_longest = max((len(hypothesis.token_ids) for hypothesis in chosen), default=0)
+        self._end(group, now)
+        for choice, hypothesis in enumerate(chosen):
+            text, reason = self._beam_text(hypothesis, params.stop, params.ignore_eos)
+            events.append(Delta(group.id, choice, hypothesis.token_ids, text, hypothesis.logprobs))
+            if reason == "stop":
+                self._counters.finished_stop += 1
+            else:
+                self._counters.finished_length += 1
+            if choice + 1 < len(chosen):
+                events.append(Finished(group.id, choice, reason))
+            else:
+                events.append(Finished(group.id, choice, reason, _usage(group), _timings(group, now)))
+
+    def _beam_text(
+        self, hypothesis: Hypothesis, stop: tuple[str, ...], ignore_eos: bool
+    ) -> tuple[str, FinishReason]:
+        stream, text = TextStream(self._tokens, stop), ""
+        for token_id in hypothesis.token_ids:
+            if token_id in self._eos_ids and not ignore_eos:
+                break
+            piece, stopped = stream.push(token_id)
+            text += piece
+            if stopped:
+                return text, "stop"
+        rest, stopped = stream.flush()
+        return text + rest, "stop" if stopped else hypothesis.reason
+
+
+def _hypothesis(
+    seq: Sequence, token_id: int, score: float, reason: FinishReason, last: list[TokenLogprob]
+) -> Hypothesis:
+    token_ids = (*seq.tokens[seq.num_prompt :], token_id)
+    return Hypothesis(token_ids, score / len(token_ids), reason, (*seq.logprobs, *last))
+
+
+def _usage(group: Group) -> Usage:
+    prompt = group.request.prompt
+    return Usage(prompt.num_tokens, prompt.num_image_tokens, group.num_cached or 0, group.num_completion)
+
+
+def _timings(group: Group, now: float) -> Timings:
+    """queue + encode + prefill = time to first token."""
+    first_token = group.first_token_s if group.first_token_s is not None else now
+    scheduled = group.first_scheduled_s if group.first_scheduled_s is not None else first_token
+    queue_s = max(scheduled - group.submitted_s - group.encode_s, 0.0)
+    ttft_s = first_token - group.submitted_s
+    gaps = max(group.num_longest - 1, 1)
+    return Timings(
+        queue_ms=queue_s * 1e3,
+        encode_ms=group.encode_s * 1e3,
+        prefill_ms=max(ttft_s - queue_s - group.encode_s, 0.0) * 1e3,
+        ttft_ms=ttft_s * 1e3,
+        tpot_ms=(group.last_token_s - first_token) / gaps * 1e3,
+        total_ms=(now - group.submitted_s) * 1e3,
+    )

@@ -1,0 +1,217 @@
+"""The engine: many requests at once, one step = plan, execute, commit."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from llm.backend.base import Backend
+from llm.beam import BeamSearch
+from llm.blocks import BlockPool
+from llm.commit import Committer
+from llm.engine_config import EngineConfig
+from llm.engine_stats import EngineCounters, EngineStats
+from llm.outputs import TextStream, TokenText
+from llm.request import Event, Failed, Prompt, Request, RequestError
+from llm.sampler import SamplerState, check_params
+from llm.scheduler import Batch, Scheduler
+from llm.sequence import Group, Sequence
+from llm.visual_wants import VisualWants
+from llm.visuals import VisualSource
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests step by step on one backend. Not thread-safe: one owner calls it.
+
+    Reads: `submit` checks and queues, `step` returns what happened, `cancel` frees at once and says nothing.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        visuals: VisualSource,
+        config: EngineConfig,
+        tokens: TokenText,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._tokens = tokens
+        self._eos_ids = eos_ids
+        self._clock = clock
+        self._pool = BlockPool(backend.num_blocks, backend.block_size)
+        self._wants = VisualWants(visuals)
+        self._scheduler = Scheduler(config, self._pool, self._wants, backend.swap_out, backend.swap_in)
+        self._counters = EngineCounters()
+        self._groups: dict[str, Group] = {}
+        self._committer = Committer(
+            self._scheduler, self._pool, self._wants, tokens, eos_ids, self._counters, self._groups
+        )
+        self._num_submitted = 0
+        self._may_progress = False
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestError, with the numbers, if it can never be served."""
+        self._check(request)
+        now = self._clock()
+        params, prompt = request.params, request.prompt
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sampler = SamplerState(params, prompt.token_ids, self._backend.vocab_size, seed)
+        first = Sequence(0, list(prompt.token_ids), sampler, TextStream(self._tokens, params.stop))
+        ageing_s = self._config.ageing_s if request.priority == "batch" else 0.0
+        group = Group(request, first, (now + ageing_s, self._num_submitted), now)
+        if params.beam_width > 1:
+            group.beam = BeamSearch(params.beam_width, params.max_tokens, self._eos_ids)
+            if params.ignore_eos:
+                group.beam = BeamSearch(params.beam_width, params.max_tokens, frozenset())
+        self._num_submitted += 1
+        self._groups[request.id] = group
+        self._scheduler.add(group)
+        self._may_progress = True
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request at any stage: its blocks and visual tokens are free when this returns, and no
+        event of it follows. Unknown or ended requests are ignored."""
+        group = self._groups.pop(request_id, None)
+        if group is not None:
+            self._scheduler.remove(group, self._clock())
+            self._counters.cancelled += 1
+            self._may_progress = True
+
+    def step(self) -> list[Event]:
+        """One iteration; what it made known, in order. Nothing runnable: an empty step."""
+        started = self._clock()
+        batch = self._scheduler.plan(started)
+        events: list[Event] = list(self._wants.events)
+        self._wants.events.clear()
+        for group, code, message in batch.failures:
+            self._fail(group, code, message, events)
+        if batch.picks or batch.copies:
+            logits = self._execute(batch, events)
+            now = self._clock()
+            if logits is not None:
+                self._committer.commit(batch, logits, now, events)
+                self._count_step(batch, now - started)
+        self._may_progress = bool(batch.picks or events)
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        """No request at any stage."""
+        return not self._groups
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` can get on now; False while every request waits for visual tokens."""
+        return bool(self._groups) and (self._may_progress or self._wants.any_arrived())
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats.collect(
+            self._counters,
+            scheduler.counters,
+            num_running=sum(len(group.members) for group in scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_blocks=pool.num_blocks,
+            kv_blocks_held=pool.num_held,
+            kv_blocks_cached=pool.num_cached,
+            evictions=pool.num_evictions,
+            visuals_missing=self._wants.num_missing,
+        )
+
+    def clear_prefix_cache(self) -> int:
+        """Forgets published blocks; running requests keep theirs. Returns blocks freed."""
+        return self._pool.clear_cached()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if bookkeeping is inconsistent; cheap enough for tests, not for every step."""
+        self._scheduler.check_integrity()
+        queued = {id(group) for group in self._scheduler.waiting + self._scheduler.running}
+        assert queued == {id(group) for group in self._groups.values()}, "a group is lost or left over"
+        held = any(group.held for group in self._groups.values())
+        assert held or self._wants.num_missing == 0, "a visual key is awaited by nobody"
+
+    def _execute(self, batch: Batch, events: list[Event]) -> np.ndarray | None:
+        try:
+            return self._backend.execute(batch.plan())
+        except Exception:
+            # Only the requests of this step are lost: their KV is in doubt, everyone else's is not.
+            logger.exception("a step failed in the backend")
+            self._counters.failed_steps += 1
+            for group in {id(g): g for g in [pick.group for pick in batch.picks] + batch.copied}.values():
+                self._fail(group, "internal_error", "the engine failed while computing this request", events)
+            return None
+
+    def _fail(self, group: Group, code: str, message: str, events: list[Event]) -> None:
+        if self._groups.pop(group.id, None) is not None:
+            self._scheduler.remove(group, self._clock())
+            self._counters.failed += 1
+            events.append(Failed(group.id, code, message))
+
+    def _count_step(self, batch: Batch, seconds: float) -> None:
+        counters = self._counters
+        self._scheduler.budget.observe(batch.num_decodes, batch.num_chunk_tokens, seconds)
+        counters.steps += 1
+        counters.slots_offered += self._config.max_running
+        counters.slots_used += len(batch.picks)
+        counters.chunk_tokens += batch.num_chunk_tokens
+        ema = counters.step_ms_ema
+        counters.step_ms_ema = seconds * 1e3 if counters.steps == 1 else ema + 0.1 * (seconds * 1e3 - ema)
+
+    def _check(self, request: Request) -> None:
+        prompt, params = request.prompt, request.params
+        if request.id in self._groups:
+            raise RequestError("duplicate_request_id", "a request with this id is being served")
+        _check_prompt(prompt, self._backend.vocab_size)
+        check_params(params, self._backend.vocab_size)
+        if params.constraint is not None:
+            raise RequestError("unsupported", "constrained decoding is not available", "response_format")
+        text, image = prompt.num_tokens - prompt.num_image_tokens, prompt.num_image_tokens
+        asked = f"{text} text tokens + {image} image tokens + {params.max_tokens} to generate"
+        if prompt.num_tokens + params.max_tokens > self._backend.max_positions:
+            raise RequestError(
+                "context_length_exceeded",
+                f"{asked} exceed the context of {self._backend.max_positions} tokens",
+                "messages",
+            )
+        width = max(params.n, params.beam_width)
+        if width > self._config.max_running:
+            raise RequestError(
+                "too_many_choices", f"{width} sequences exceed the limit of {self._config.max_running}", "n"
+            )
+        bound = self._scheduler.blocks_bound(prompt.num_tokens, params.max_tokens, width)
+        if bound > self._pool.num_blocks:
+            raise RequestError(
+                "kv_capacity_exceeded",
+                f"{asked}, {width} sequence(s), need {bound} KV blocks of {self._pool.block_size} tokens; "
+                f"there are {self._pool.num_blocks}",
+                "messages",
+            )
+        limit = self._config.max_image_tokens
+        if limit is not None and image > limit:
+            raise RequestError(
+                "image_tokens_exceeded", f"{image} image tokens exceed the limit of {limit}", "messages"
+            )
+
+
+def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    if not prompt.token_ids:
+        raise RequestError("invalid_prompt", "the prompt is empty", "messages")
+    if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
+        raise RequestError("invalid_prompt", "a token id is out of range", "messages")
+    end = 0
+    for span in prompt.spans:
+        if span.start < end or span.length < 1 or span.offset < 0:
+            raise RequestError(
+                "invalid_prompt", "image spans must be sorted, disjoint and not empty", "messages"
+            )
+        end = span.start + span.length
+    if end > prompt.num_tokens:
+        raise RequestError("invalid_prompt", "an image span exceeds the prompt", "messages")

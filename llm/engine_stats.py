@@ -1,0 +1,95 @@
+"""What the engine counts. Counters only grow; the rest is a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm.scheduler import SchedulerCounters
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    steps: int = 0
+    failed_steps: int = 0
+    slots_offered: int = 0  # slots x steps
+    slots_used: int = 0  # sequences that were computed, over all steps
+    chunk_tokens: int = 0  # computed beside decodes: prompts, and what is recomputed
+    generated_tokens: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    step_ms_ema: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    running: int  # sequences
+    waiting: int  # requests
+    kv_blocks: int
+    kv_blocks_held: int
+    kv_blocks_cached: int  # not held, findable
+    evictions: int
+    visuals_missing: int  # distinct keys awaited
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preempted_recompute: int
+    preempted_swap: int
+    steps: int
+    failed_steps: int
+    slots_offered: int
+    slots_used: int
+    chunk_tokens: int
+    generated_tokens: int
+    finished_stop: int
+    finished_length: int
+    failed: int
+    cancelled: int
+    step_ms_ema: float
+
+    @property
+    def slot_use(self) -> float:
+        return self.slots_used / self.slots_offered if self.slots_offered else 0.0
+
+    @property
+    def kv_usage(self) -> float:
+        return self.kv_blocks_held / self.kv_blocks if self.kv_blocks else 0.0
+
+    @classmethod
+    def collect(
+        cls,
+        counters: EngineCounters,
+        scheduled: SchedulerCounters,
+        *,
+        num_running: int,
+        num_waiting: int,
+        kv_blocks: int,
+        kv_blocks_held: int,
+        kv_blocks_cached: int,
+        evictions: int,
+        visuals_missing: int,
+    ) -> EngineStats:
+        return cls(
+            running=num_running,
+            waiting=num_waiting,
+            kv_blocks=kv_blocks,
+            kv_blocks_held=kv_blocks_held,
+            kv_blocks_cached=kv_blocks_cached,
+            evictions=evictions,
+            visuals_missing=visuals_missing,
+            prefix_query_tokens=scheduled.prefix_queries,
+            prefix_hit_tokens=scheduled.prefix_hits,
+            preempted_recompute=scheduled.preempted_recompute,
+            preempted_swap=scheduled.preempted_swap,
+            steps=counters.steps,
+            failed_steps=counters.failed_steps,
+            slots_offered=counters.slots_offered,
+            slots_used=counters.slots_used,
+            chunk_tokens=counters.chunk_tokens,
+            generated_tokens=counters.generated_tokens,
+            finished_stop=counters.finished_stop,
+            finished_length=counters.finished_length,
+            failed=counters.failed,
+            cancelled=counters.cancelled,
+            step_ms_ema=counters.step_ms_ema,
+        )
