@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llm.cost.machine import Machine, Precision
+from llm.cost.machine import Precision
 from llm.cost.params import CostError
 from llm.cost.shape import DecoderShape
 
@@ -106,30 +106,6 @@ def inference_ledger(
         activations=activation_bytes(shape, num_sequences, num_sequences),
         workspace=workspace_bytes,
     )
-
-
-def kv_room(
-    shape: DecoderShape, machine: Machine, precision: Precision | None = None, tensor: int = 1
-) -> float:
-    """Bytes per device left for caches after weights and workspace; negative if they don't fit."""
-    precision = precision or Precision()
-    held = weight_bytes(shape, precision.weight_bytes) / tensor
-    return machine.memory_bytes - held - machine.workspace_bytes
-
-
-def max_sequences(
-    shape: DecoderShape,
-    machine: Machine,
-    context: int,
-    precision: Precision | None = None,
-    tensor: int = 1,
-    block_size: int = 1,
-) -> int:
-    """B_max: sequences of `context` tokens that fit beside weights and workspace; 0 if those don't fit."""
-    precision = precision or Precision()
-    one = kv_bytes(shape, context, precision.kv_bytes, block_size) * kv_share(shape, tensor)
-    room = kv_room(shape, machine, precision, tensor)
-    return max(0, int(room // one)) if one else 0
 
 
 @dataclass(frozen=True, slots=True)
