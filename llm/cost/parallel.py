@@ -68,7 +68,7 @@ def max_batch(
     parallel: Parallel | None = None,
     block_size: int = 1,
 ) -> int:
-    """B_max of a replica: sequences at `context` tokens beside weights and workspace; 0 if there is no room."""
+    """B_max of a replica: sequences of `context` tokens beside weights and workspace; 0 without room."""
     precision, parallel = precision or Precision(), parallel or Parallel()
     room = machine.memory_bytes - machine.workspace_bytes
     room -= int(device_weight_bytes(shape, parallel, precision.weight_bytes))
