@@ -1,26 +1,29 @@
-"""One engine and one encoder on one device, stepped together: tiles in, text out.
-
-Implements the engine's `VisualSource` with the encoder's cache and batcher.
-"""
+"""One engine and one encoder on one device, stepped together: tiles in, text out."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+from llm.engine import Engine
+
+from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
+from llm.request import Event, Failed, Finished, Priority, Request, VisualKey, WantVisual
+from llm.visuals import VisualSource
+from preprocess.wire import from_bytes
+from workers.streams import is_last
 
-from llm.request import VisualKey
-
-MAX_REMEMBERED_FAILURES = 1024
+BAD_TILES = ("image_processing_failed", "The image could not be processed.")
 
 
 class CachedVisuals:
-    """`llm.visuals.VisualSource` over a `VisualCache`; remembers the keys that failed for good."""
+    """`llm.visuals.VisualSource` over the encoder's cache and batcher."""
 
-    def __init__(self, cache: VisualCache) -> None:
-        self._cache = cache
-        self._failures: OrderedDict[VisualKey, tuple[str, str]] = OrderedDict()
+    def __init__(self, batcher: TileBatcher) -> None:
+        self._cache: VisualCache = batcher.cache
+        self._batcher = batcher
 
     def get(self, key: VisualKey) -> Any | None:
         return self._cache.get(key)
@@ -32,12 +35,90 @@ class CachedVisuals:
         self._cache.release(key)
 
     def failed(self, key: VisualKey) -> tuple[str, str] | None:
-        return self._failures.get(key)
+        return self._batcher.failed(key)
 
-    def fail(self, key: VisualKey, code: str, message: str) -> None:
-        self._failures[key] = (code, message)
-        while len(self._failures) > MAX_REMEMBERED_FAILURES:
-            self._failures.popitem(last=False)
 
-    def forget_failure(self, key: VisualKey) -> None:
-        self._failures.pop(key, None)
+class EngineRunner:
+    """Steps the encoder's batcher and the engine in turn, so that an encode never delays a running stream by
+    more than one tile batch. Not thread-safe: one owner."""
+
+    def __init__(
+        self,
+        batcher: TileBatcher,
+        make_engine: Callable[[VisualSource], Engine],
+        *,
+        about: dict[str, Any] | None = None,
+        busy_max_tiles: int = 1,
+    ) -> None:
+        self._batcher = batcher
+        self._visuals = CachedVisuals(batcher)
+        self.engine = make_engine(self._visuals)
+        self._about = about or {}
+        self._busy_max_tiles = busy_max_tiles  # tiles per step while streams run
+        self._priorities: dict[str, Priority] = {}  # of live requests
+        self._wanted: dict[VisualKey, Priority] = {}  # keys asked for whose tiles have not come
+
+    def info(self) -> dict[str, Any]:
+        """What this runner serves: model, backend, sizes."""
+        return dict(self._about)
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work or self._batcher.due_in() == 0.0
+
+    def submit(self, request: Request) -> None:
+        """Raises `RequestError` for what can never be served."""
+        self.engine.submit(request)
+        self._priorities[request.id] = request.priority
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+        self._priorities.pop(request_id, None)
+
+    def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+        """Tiles in wire format; damaged ones fail the requests that wait for them."""
+        try:
+            pixels = from_bytes(tiles).pixels
+        except ValueError:
+            self.fail_tiles(key, *BAD_TILES)
+            return
+        self._batcher.put_tiles(key, pixels, self._wanted.pop(key, "interactive"))
+
+    def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
+        self._wanted.pop(key, None)
+        self._batcher.fail(key, (code, message))
+
+    def step(self) -> list[Event]:
+        """At most one tile batch, then at most one engine step."""
+        running = self.engine.stats().num_running
+        self._batcher.step(self._busy_max_tiles if running else None)
+        return [event for event in self.engine.step() if self._note(event)]
+
+    def _note(self, event: Event) -> bool:
+        """Keeps the books; False for a wish whose tiles have already come for another request."""
+        match event:
+            case WantVisual(request_id=request_id, key=key):
+                if self._batcher.waiting(key):
+                    return False
+                if self._priorities.get(request_id) == "interactive" or key not in self._wanted:
+                    self._wanted[key] = self._priorities.get(request_id, "interactive")
+            case Failed() | Finished() if is_last(event):
+                self._priorities.pop(event.request_id, None)
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        cache = self._batcher.cache
+        return {
+            "engine": asdict(self.engine.stats()),
+            "visual_cache": {**asdict(cache.counters), "bytes": cache.num_bytes, "entries": len(cache)},
+            "encoder": {**asdict(self._batcher.counters), "waiting_tiles": self._batcher.num_waiting_tiles},
+        }
+
+    def clear_cache(self) -> None:
+        self._batcher.cache.clear()
+        self.engine.clear_prefix_cache()
+
+    def check_integrity(self) -> None:
+        self._batcher.check_integrity()
+        self._batcher.cache.check_integrity()
+        self.engine.check_integrity()

@@ -1,0 +1,109 @@
+"""The one composition root: options in, a pipeline or an engine runner out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from workers.stages import InlinePreprocess, LocalPreprocess, PreprocessStage
+
+from preprocess.limits import ImageLimits
+from preprocess.types import Variant
+from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.pipeline import Pipeline
+from vlm.spec import BLOCK_SIZE, ModelSpec
+from workers.engine_local import LocalEngine
+from workers.engine_process import EngineProcess
+from workers.runner import EngineRunner
+
+MEBIBYTE = 1 << 20
+
+
+def build_runner(options: EngineOptions) -> EngineRunner:
+    """Loads weights and builds encoder, cache, batcher and engine. Imports torch."""
+    import torch
+    from llm.engine import Engine
+
+    from encoder.batcher import TileBatcher
+    from encoder.cache import VisualCache
+    from encoder.load import load_encoder
+    from llm.engine_config import EngineConfig
+    from llm.load import load_backend
+    from llm.tokenizer import Tokenizer
+    from llm.visuals import VisualSource
+
+    torch.set_num_threads(options.threads)
+    directory = Path(DEFAULT_MODEL if options.model == "default" else options.model)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
+    encoder = load_encoder(directory, device=options.device, dtype=dtype)
+    backend = load_backend(
+        directory,
+        block_size=BLOCK_SIZE,
+        kv_bytes=options.kv_cache_mb * MEBIBYTE,
+        device=options.device,
+        dtype=options.dtype,
+        backend=options.backend,
+    )
+    tokenizer = Tokenizer.from_directory(directory)
+    cache = VisualCache(options.visual_cache_mb * MEBIBYTE)
+    batcher = TileBatcher(
+        encoder.encode,
+        cache,
+        tokens_per_tile=encoder.tokens_per_tile,
+        max_tiles=options.max_tiles_per_step,
+    )
+
+    def make_engine(visuals: VisualSource) -> Engine:
+        config = EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
+        return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids)
+
+    about = {
+        "model": directory.name,
+        "backend": type(backend).__name__,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "num_blocks": backend.num_blocks,
+        "block_size": backend.block_size,
+        "encoder_revision": encoder.revision,
+    }
+    return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
+
+
+def build_local_pipeline(
+    options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
+) -> Pipeline:
+    """Everything in this process: for one-off commands and tests."""
+    spec = ModelSpec.load(options.model, variant=variant)
+    return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
+
+
+def engine_command(options: EngineOptions) -> list[str]:
+    return [sys.executable, "-m", "vlm.engine_main", "--options", json.dumps(asdict(options))]
+
+
+def image_limits(config: ServeConfig) -> ImageLimits:
+    return ImageLimits(
+        max_bytes=config.max_image_mb * MEBIBYTE, max_pixels=config.max_image_megapixels * 1_000_000
+    )
+
+
+def build_preprocess(config: ServeConfig) -> PreprocessStage:
+    """Celery workers where a broker is named, processes of our own otherwise."""
+    if not config.broker:
+        return LocalPreprocess(config.decode_processes)
+    from workers.preprocess_celery import CeleryPreprocess
+
+    return CeleryPreprocess(config.broker, config.store or config.broker)
+
+
+def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
+    """What `vlm serve` runs: the engine in a process of its own, decoding off the serving path."""
+    return Pipeline(
+        ModelSpec.load(options.model, variant=config.variant),
+        build_preprocess(config),
+        EngineProcess(engine_command(options)),
+        image_limits(config),
+        image_deadline_s=config.image_deadline_s,
+    )

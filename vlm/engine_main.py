@@ -1,0 +1,27 @@
+"""The engine process: `python -m vlm.engine_main --options JSON --fd N`. See `workers.engine_process`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import socket
+
+from vlm.build import build_runner
+from vlm.config import EngineOptions, from_mapping
+from workers.engine_process import serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--options", required=True, help="EngineOptions as JSON")
+    parser.add_argument("--fd", type=int, required=True, help="socket inherited from the serving process")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    options = from_mapping(EngineOptions, json.loads(arguments.options))
+    with socket.socket(fileno=arguments.fd) as connection:
+        serve(connection, build_runner(options))
+
+
+if __name__ == "__main__":
+    main()
