@@ -74,6 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 5,
         "head_dim": 12,
         "rope_parameters": YARN,
+        "max_position_embeddings": 256,
     },
     "qwen2_bias_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_sliding_upper_layers": {

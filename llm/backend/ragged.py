@@ -19,6 +19,7 @@ class Limits:
     num_blocks: int
     vocab_size: int
     max_positions: int
+    d_model: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,5 @@ def _check_item(item: StepItem, limits: Limits) -> None:
     for visual in item.visuals:
         if visual.start < 0 or visual.start + len(visual.rows) > count:
             raise PlanError("visual rows lie outside their chunk")
+        if tuple(visual.rows.shape[1:]) != (limits.d_model,):
+            raise PlanError("visual rows are not as wide as the model")

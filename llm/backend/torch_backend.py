@@ -36,7 +36,7 @@ class TorchBackend:
         self.dtype = weights.embedding.dtype
         self.decoder = Decoder(config, weights, self.max_positions)
         self.pool = make_pool(config, num_blocks, block_size, self.device, self.dtype)
-        self._limits = Limits(block_size, num_blocks, self.vocab_size, self.max_positions)
+        self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.d_model)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> np.ndarray:
@@ -81,6 +81,10 @@ class TorchBackend:
             blocks=torch.tensor(table, device=self.device),
             first_block=table[0] if consecutive else None,
         )
+
+    def embedding(self) -> np.ndarray:
+        """float32 [vocab_size, d_model]."""
+        return self.decoder.weights.embedding.to("cpu", torch.float32).numpy()
 
     def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
         return SwappedBlocks(self.pool[:, :, :, list(blocks)].to("cpu", copy=True))
