@@ -12,18 +12,16 @@ _REDUCING_GAP = 2.0
 
 
 def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -> Tiles:
-    """`exact` takes every step of the plan; `fast` goes to the canvas in one.
+    """Takes every step of the plan; `fast` shrinks a much larger image coarsely before the first.
 
     resample: Pillow's number of the filter.
     """
     grid = plan.grid
     filter_ = Image.Resampling(resample)
-    if variant == "exact":
-        canvas = image
-        for size in plan.steps:
-            canvas = canvas.resize(size, filter_)
-    else:
-        canvas = image.resize(plan.steps[-1], filter_, reducing_gap=_REDUCING_GAP)
+    gap = None if variant == "exact" else _REDUCING_GAP
+    canvas = image
+    for size in plan.steps:
+        canvas = canvas.resize(size, filter_, reducing_gap=gap)
     height, width = grid.tile_height, grid.tile_width
     pixels = np.empty((grid.num_tiles, height, width, 3), dtype=np.uint8)
     num_cut = grid.rows * grid.cols
@@ -34,6 +32,5 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     pixels[:num_cut].reshape(grid.rows, grid.cols, height, width, 3)[:] = cells.transpose(0, 2, 1, 3, 4)
     if grid.thumbnail:
         source = canvas if plan.thumbnail_of_canvas else image
-        gap = None if variant == "exact" else _REDUCING_GAP
         pixels[-1] = np.asarray(source.resize((width, height), filter_, reducing_gap=gap))
     return Tiles(pixels, grid)

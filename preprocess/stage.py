@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
@@ -18,6 +19,8 @@ from preprocess.tiling import Idefics3Tiling, image_processor_section, tiling_fr
 from preprocess.types import Detail, Tiles, TilingRule, Variant
 
 _KEY_VERSION = "tiles-1"
+# how far below the first resize a JPEG's reduced size may be: 4000 pixels halve for a target of 2048
+_DRAFT_FRACTION = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,10 @@ def preprocess(data: bytes, spec: PreprocessSpec, limits: ImageLimits | None = N
     """Decodes, resizes and cuts. Raises ImageError as `decode` does."""
     header = open_header(data, limits or ImageLimits(), page)
     plan = spec.rule.plan(header.width, header.height, spec.detail)
-    min_size = plan.steps[0] if spec.variant == "fast" else None
+    min_size = None
+    if spec.variant == "fast":
+        width, height = plan.steps[0]
+        min_size = (math.ceil(width * _DRAFT_FRACTION), math.ceil(height * _DRAFT_FRACTION))
     image = decode_header(header, spec.background, min_size)
     return cut(image, plan, spec.resample, spec.variant)
 
