@@ -99,7 +99,7 @@ class Tokenizer:
             raise ConfigError("the checkpoint has no chat template")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def incremental(self) -> IncrementalDecoder:
+    def decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self)
 
     def _token_bytes(self, token_id: int) -> bytes:

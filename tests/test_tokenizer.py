@@ -45,7 +45,7 @@ def test_special_tokens_in_a_literal_text_stay_characters(text: str, special: st
 @given(st.lists(st.integers(0, OURS.vocab_size - 1), max_size=40), st.integers(1, 5))
 def test_streamed_text_equals_decoding_at_once_for_any_ids(ids: list[int], step: int) -> None:
     """Random ids hold broken UTF-8 as well."""
-    decoder = OURS.incremental()
+    decoder = OURS.decoder()
     pieces = [decoder.push(ids[i : i + step]) for i in range(0, len(ids), step)]
     assert "".join(pieces) + decoder.flush() == OURS.decode(ids)
 
@@ -53,7 +53,7 @@ def test_streamed_text_equals_decoding_at_once_for_any_ids(ids: list[int], step:
 @settings(deadline=None, max_examples=50)
 @given(st.text(alphabet="é€🧾日a ", max_size=20))
 def test_no_streamed_piece_holds_half_a_character(text: str) -> None:
-    decoder = OURS.incremental()
+    decoder = OURS.decoder()
     for token_id in OURS.encode(text):
         assert "\ufffd" not in decoder.push([token_id])
     assert decoder.flush() == ""

@@ -7,8 +7,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from workers.stages import InlinePreprocess, LocalPreprocess, PreprocessStage
-
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
@@ -16,7 +14,9 @@ from vlm.pipeline import Pipeline
 from vlm.spec import BLOCK_SIZE, ModelSpec
 from workers.engine_local import LocalEngine
 from workers.engine_process import EngineProcess
+from workers.preprocess_inline import InlinePreprocess
 from workers.runner import EngineRunner
+from workers.stages import PreprocessStage
 
 MEBIBYTE = 1 << 20
 
@@ -24,11 +24,11 @@ MEBIBYTE = 1 << 20
 def build_runner(options: EngineOptions) -> EngineRunner:
     """Loads weights and builds encoder, cache, batcher and engine. Imports torch."""
     import torch
-    from llm.engine import Engine
 
     from encoder.batcher import TileBatcher
     from encoder.cache import VisualCache
     from encoder.load import load_encoder
+    from llm.engine import Engine
     from llm.engine_config import EngineConfig
     from llm.load import load_backend
     from llm.tokenizer import Tokenizer
@@ -92,6 +92,8 @@ def image_limits(config: ServeConfig) -> ImageLimits:
 def build_preprocess(config: ServeConfig) -> PreprocessStage:
     """Celery workers where a broker is named, processes of our own otherwise."""
     if not config.broker:
+        from workers.preprocess_local import LocalPreprocess
+
         return LocalPreprocess(config.decode_processes)
     from workers.preprocess_celery import CeleryPreprocess
 

@@ -14,7 +14,7 @@ from vlm.build import build_local_pipeline
 from vlm.cli.ask import Answer, answer
 from vlm.config import EngineOptions
 from vlm.pipeline import Pipeline
-from vlm.train.documents import make_document
+from vlm.train.documents import compose_document
 
 SAMPLES = Path(__file__).parent / "samples"
 PARAMS = SamplingParams(max_tokens=96)
@@ -28,7 +28,7 @@ def shipped() -> tuple[Path, list[tuple[str, str]]]:
 
 def drawn(seed: int) -> tuple[bytes, list[tuple[str, str]]]:
     """A document that didn't exist before, with its truth."""
-    document = make_document("shapes", seed, 1.0)
+    document = compose_document("shapes", seed, 1.0)
     buffer = io.BytesIO()
     document.image.save(buffer, "PNG")
     wanted = {q.kind: (q.text, q.answer) for q in document.questions if q.kind in ("caption", "count")}

@@ -69,6 +69,8 @@ class EngineRunner:
     def submit(self, request: Request) -> None:
         """Raises `RequestError` for what can never be served."""
         self.engine.submit(request)
+        for key in {span.key for span in request.prompt.spans}:
+            self._batcher.cache.query(key)
         self._priorities[request.id] = request.priority
 
     def cancel(self, request_id: str) -> None:
@@ -90,8 +92,8 @@ class EngineRunner:
 
     def step(self) -> list[Event]:
         """At most one tile batch, then at most one engine step."""
-        running = self.engine.stats().num_running
-        self._batcher.step(self._busy_max_tiles if running else None)
+        busy = self.engine.num_running > 0
+        self._batcher.step(self._busy_max_tiles if busy else None)
         return [event for event in self.engine.step() if self._note(event)]
 
     def _note(self, event: Event) -> bool:

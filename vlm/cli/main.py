@@ -139,7 +139,7 @@ def worker_preprocess(
 
 
 def register_late(application: typer.Typer) -> None:
-    """Commands whose options live with their packages."""
+    """Commands whose options live with their packages; those modules import nothing heavy at the top."""
     from vlm.bench.cli import bench_command
     from vlm.caption.cli import caption_command
     from vlm.plan.cli import app as plan_app

@@ -44,7 +44,8 @@ def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: b
         print(json.dumps({"model": spec.name, "images": rows}, ensure_ascii=False))
         return
     print(
-        f"{'image':32} {'size':>11} {'grid':>7} {'tiles':>5} {'visual tokens':>13} {'prompt':>7} {'KV bytes':>12}"
+        f"{'image':32} {'size':>11} {'grid':>7} {'tiles':>5} {'visual tokens':>13} {'prompt':>7} "
+        f"{'KV bytes':>12}"
     )
     for row in rows:
         size, grid = f"{row['width']}x{row['height']}", f"{row['rows']}x{row['cols']}"
