@@ -1,0 +1,110 @@
+"""Documents drawn by number, and turned into flat training batches."""
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlm.train.decoder import segment_mask
+from vlm.train.documents import KINDS, Document, Question, compose_document
+from vlm.train.prompts import PromptBuilder, Sequence
+from vlm.train.tiles import cut, patch_targets
+
+QUESTION_TOKENS = 150  # a document's questions and answers are cut to about this many tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Distinct tiles (U, 128, 128, 3) uint8 with character targets (U, 64, 2); `uses` (T,) names each tile's.
+
+    Sequences are flat (N,), with one mask each.
+    `answers` names the kind of each answer and its interval [start, stop) among the wanted positions.
+    """
+
+    tiles: Tensor
+    characters: Tensor
+    uses: Tensor
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    lengths: list[int]
+    masks: list[Tensor]
+    answers: list[tuple[str, int, int]]
+
+
+def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> list[Question]:
+    """Questions in random order up to the token limit; the whole text comes first two times out of three."""
+    questions = list(document.questions)
+    rng.shuffle(questions)
+    questions.sort(key=lambda q: q.kind == "line")
+    if rng.random() < 0.67:
+        questions.sort(key=lambda q: q.kind != "text")
+    chosen: list[Question] = []
+    room = QUESTION_TOKENS
+    for question in questions:
+        asked, answered = builder.segment(question.text, question.answer)
+        room -= len(asked) + len(answered)
+        if chosen and room < 0:
+            break
+        chosen.append(question)
+    return chosen
+
+
+def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder) -> Batch:
+    """Documents with the questions to ask of each."""
+    sequences, answers = [], []
+    tiles: list[np.ndarray] = []
+    characters: list[np.ndarray] = []
+    uses: list[int] = []
+    seen: dict[bytes, int] = {}
+    wanted = 0
+    for document, questions in items:
+        pieces = cut(document.image)
+        marks = patch_targets(document.glyphs, pieces.rows, pieces.cols)
+        for tile, targets in zip(pieces.tiles, marks, strict=True):
+            number = seen.setdefault(tile.tobytes(), len(tiles))
+            if number == len(tiles):
+                tiles.append(tile)
+                characters.append(targets)
+            uses.append(number)
+        sequence: Sequence = builder.sequence(
+            pieces.rows, pieces.cols, [(q.text, q.answer) for q in questions]
+        )
+        sequences.append(sequence)
+        for number, question in enumerate(questions, 1):
+            count = int((sequence.targets[sequence.segments == number] >= 0).sum())
+            answers.append((f"{document.kind}/{question.kind}", wanted, wanted + count))
+            wanted += count
+    return Batch(
+        torch.from_numpy(np.stack(tiles)),
+        torch.from_numpy(np.stack(characters)),
+        torch.tensor(uses),
+        torch.from_numpy(np.concatenate([s.tokens for s in sequences])),
+        torch.from_numpy(np.concatenate([s.positions for s in sequences])),
+        torch.from_numpy(np.concatenate([s.targets for s in sequences])),
+        [len(s.tokens) for s in sequences],
+        [segment_mask(torch.from_numpy(s.segments)) for s in sequences],
+        answers,
+    )
+
+
+def draw(
+    index: int, run_seed: int, mix: dict[str, float], levels: dict[str, float]
+) -> tuple[Document, Random]:
+    """Training document number `index`: three of ten come from an easier level than the current one."""
+    rng = Random(f"train/{run_seed}/{index}")
+    kind = rng.choices(list(mix), list(mix.values()))[0]
+    level = levels[kind] * (rng.random() if rng.random() < 0.3 else 1.0)
+    return compose_document(kind, rng.randrange(10**9), round(level, 1)), rng
+
+
+def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, list[Question]]]:
+    """The fixed documents of every kind, with all their questions."""
+    items = []
+    for kind in KINDS:
+        for number in range(per_kind):
+            document = compose_document(kind, first_seed + number, level)
+            items.append((document, list(document.questions)))
+    return items
