@@ -1,0 +1,135 @@
+import open_clip
+import pytest
+import timm
+import torch
+
+from encoder.config import EncoderConfigError, TowerConfig
+from encoder.openclip import open_clip_names, open_clip_tower
+from encoder.tower import Tower, gelu
+
+
+def trunk_of(name: str, **sizes: int) -> torch.nn.Module:
+    """The timm model that open_clip's config names, built as open_clip's TimmModel does."""
+    vision = open_clip.get_model_config(name)["vision_cfg"]
+    return timm.create_model(
+        vision["timm_model_name"], num_classes=0, global_pool=vision["timm_pool"], **sizes
+    )
+
+
+def config_of(trunk: torch.nn.Module) -> TowerConfig:
+    block = trunk.blocks[0]
+    return TowerConfig(
+        width=trunk.embed_dim,
+        num_layers=len(trunk.blocks),
+        num_heads=block.attn.num_heads,
+        intermediate=block.mlp.fc1.out_features,
+        image_size=trunk.patch_embed.img_size[0],
+        patch_size=trunk.patch_embed.patch_size[0],
+        activation={"GELU": "gelu", "GELUTanh": "gelu_tanh"}[type(block.mlp.act).__name__],
+        norm_eps=trunk.norm.eps,
+    )
+
+
+def randomise(module: torch.nn.Module, seed: int) -> None:
+    """Weights that no part of the network can hide behind: biases and norms away from their defaults."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in module.parameters():
+        spread = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.2
+        weight.data.copy_(
+            torch.randn(weight.shape, generator=generator) * spread + (weight.data == 1).float()
+        )
+
+
+def tower_like(trunk: torch.nn.Module) -> Tower:
+    """Our tower with the trunk's weights by timm's own names: none missing, only the pooling left over."""
+    tower = Tower(config_of(trunk))
+    state = {key: value for key, value in trunk.state_dict().items() if not key.startswith("attn_pool.")}
+    tower.load_state_dict(state, strict=True)
+    return tower.eval()
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("ViT-SO400M-14-SigLIP-384", {"embed_dim": 96, "depth": 3, "num_heads": 4}),  # 27x27, 6 pixels over
+        ("ViT-SO400M-14-SigLIP", {"embed_dim": 64, "depth": 2, "num_heads": 2}),  # 16x16
+        ("ViT-SO400M-16-SigLIP2-256", {"embed_dim": 72, "depth": 2, "num_heads": 3}),  # tanh GELU
+    ],
+)
+@torch.inference_mode()
+def test_a_narrow_twin_equals_open_clips_trunk(name: str, sizes: dict[str, int]) -> None:
+    trunk = trunk_of(name, **sizes).eval()
+    randomise(trunk, seed=1)
+    tower = tower_like(trunk)
+    size = trunk.patch_embed.img_size[0]
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
+    assert relative(tower(pixels), trunk.forward_features(pixels)) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@torch.inference_mode()
+def test_the_real_so400m_trunk_equals_open_clips() -> None:
+    trunk = trunk_of("ViT-SO400M-14-SigLIP-384").eval()
+    randomise(trunk, seed=1)
+    tower = tower_like(trunk)
+    pixels = torch.randn(1, 3, 384, 384, generator=torch.Generator().manual_seed(2))
+    ours, theirs = tower(pixels), trunk.forward_features(pixels)
+    assert ours.shape == (1, 729, 1152)
+    print(f"relative difference {relative(ours, theirs):.2e}")
+    assert relative(ours, theirs) <= 1e-5
+
+
+FAMILIES = {
+    "ViT-B-32-SigLIP2-256",
+    "ViT-L-16-SigLIP2-512",
+    "ViT-SO400M-14-SigLIP-384",
+    "ViT-gopt-16-SigLIP2-256",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in open_clip_names()],
+)
+def test_a_named_open_clip_tower_has_the_sizes_timm_builds(name: str) -> None:
+    with torch.device("meta"):
+        trunk = trunk_of(name)
+        ours = Tower(open_clip_tower(name))
+    assert open_clip_tower(name) == config_of(trunk)
+    theirs = {key: value.shape for key, value in trunk.state_dict().items() if "attn_pool" not in key}
+    assert {key: value.shape for key, value in ours.state_dict().items()} == theirs
+
+
+def test_an_unknown_tower_is_an_error_that_lists_the_names() -> None:
+    with pytest.raises(EncoderConfigError, match="ViT-B-16-SigLIP, "):
+        open_clip_tower("ViT-B-16")
+
+
+@torch.inference_mode()
+def test_fast_tanh_gelu_equals_torchs_within_rounding() -> None:
+    x = torch.linspace(-12, 12, 20_001)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    assert (gelu(x.clone(), "gelu_tanh").double() - expected).abs().max() < 2e-6
+    extreme = torch.tensor([-1e30, -60.0, 0.0, 60.0, 1e30])
+    assert gelu(extreme.clone(), "gelu_tanh").tolist() == [0.0, 0.0, 0.0, 60.0, pytest.approx(1e30)]
+
+
+def test_training_takes_the_differentiable_path() -> None:
+    x = torch.randn(8, requires_grad=True)
+    gelu(x, "gelu_tanh").sum().backward()
+    assert x.grad is not None
+
+
+def test_flops_follow_from_the_parameters() -> None:
+    """The articles' figure: 2 * P * tokens + 4 * L * tokens^2 * d, with P about 0.4 G for SO400M."""
+    config = open_clip_tower("ViT-SO400M-14-SigLIP-384")
+    with torch.device("meta"):
+        tower = Tower(config)
+    matrices = sum(weight.numel() for name, weight in tower.named_parameters() if weight.dim() > 1)
+    assert config.num_matmul_params == matrices - tower.pos_embed.numel()
+    assert config.flops_per_tile == 2 * config.num_matmul_params * 729 + 4 * 27 * 729**2 * 1152
