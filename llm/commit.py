@@ -75,7 +75,7 @@ class Committer:
         if group.held:
             self._wants.release_before(group, seq.num_computed, now)
         if not group.attached:
-            self._scheduler.attach_if_ready(group)
+            self._scheduler.preemption.attach_if_ready(group)
         num_top = group.request.params.prompt_logprobs
         if num_top is not None and group.num_scored < seq.num_prompt:
             self._score_prompt(group, seq, start, rows, num_top, events)
@@ -175,7 +175,6 @@ class Committer:
         num_top = group.request.params.logprobs
         processed = [log_softmax(seq.sampler.process(row)) for seq, row in zip(parents, rows, strict=True)]
         ranked = beam.rank([seq.score for seq in parents], processed)
-        self._counters.generated_tokens += len(parents)
         num_tokens = parents[0].num_generated + 1
 
         def scored(parent: int, token_id: int) -> list[TokenLogprob]:
@@ -223,6 +222,7 @@ class Committer:
         chosen = beam.finished[: params.n]
         group.num_completion = sum(len(hypothesis.token_ids) for hypothesis in chosen)
         group.num_longest = max((len(hypothesis.token_ids) for hypothesis in chosen), default=0)
+        self._counters.generated_tokens += group.num_completion
         self._end(group, now)
         for choice, hypothesis in enumerate(chosen):
             text, reason = self._beam_text(hypothesis, params.stop, params.ignore_eos)

@@ -112,18 +112,23 @@ class Engine:
         """Whether `step` can get on now; False while every request waits for visual tokens."""
         return bool(self._groups) and (self._may_progress or self._wants.any_arrived())
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return sum(len(group.members) for group in self._scheduler.queues.running)
+
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool
         return EngineStats.collect(
             self._counters,
             scheduler.counters,
-            num_running=sum(len(group.members) for group in scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_running=self.num_running,
+            num_waiting=len(scheduler.queues.waiting),
             kv_blocks=pool.num_blocks,
             kv_blocks_held=pool.num_held,
             kv_blocks_cached=pool.num_cached,
             evictions=pool.num_evictions,
-            visuals_missing=self._wants.num_missing,
+            visuals_missing=self._wants.num_awaited,
         )
 
     def clear_prefix_cache(self) -> int:
@@ -131,12 +136,12 @@ class Engine:
         return self._pool.clear_cached()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if bookkeeping is inconsistent; cheap enough for tests, not for every step."""
+        """Raises AssertionError if bookkeeping is inconsistent; for tests and idle moments."""
         self._scheduler.check_integrity()
-        queued = {id(group) for group in self._scheduler.waiting + self._scheduler.running}
+        queued = {id(group) for group in self._scheduler.queues.waiting + self._scheduler.queues.running}
         assert queued == {id(group) for group in self._groups.values()}, "a group is lost or left over"
         held = any(group.held for group in self._groups.values())
-        assert held or self._wants.num_missing == 0, "a visual key is awaited by nobody"
+        assert held or self._wants.num_awaited == 0, "a visual key is awaited by nobody"
 
     def _execute(self, batch: Batch, events: list[Event]) -> np.ndarray | None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm.scheduler import SchedulerCounters
+from llm.queues import SchedulerCounters
 
 
 @dataclass(slots=True)

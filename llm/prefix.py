@@ -54,6 +54,9 @@ class Prefixes(Protocol):
     def disclaim(self, group: Group) -> None: ...
     def is_published(self, key: BlockKey) -> bool: ...
 
+    @property
+    def num_claims(self) -> int: ...
+
 
 class PrefixCache:
     """Finds published blocks, publishes written ones, and lets a second request wait for the first's.
@@ -134,8 +137,6 @@ class PrefixCache:
 class NoPrefixCache:
     """Prefix caching switched off: nothing is found, published or waited for."""
 
-    num_claims = 0
-
     def match(self, group: Group, seq: Sequence, limit: int) -> list[int]:
         return []
 
@@ -156,3 +157,7 @@ class NoPrefixCache:
 
     def is_published(self, key: BlockKey) -> bool:
         return False
+
+    @property
+    def num_claims(self) -> int:
+        return 0

@@ -118,7 +118,7 @@ class SamplerState:
             self._seen[token_id] = True
 
     def process(self, row: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """Penalties, bias and mask (bool [vocab], True is allowed) on float32 [vocab]; copies when it changes."""
+        """Penalties, bias and mask (bool [vocab], True is allowed) on float32 [vocab]; may copy."""
         if self._counts is None and self._seen is None and self._bias is None and mask is None:
             return row
         row, params = row.copy(), self.params
@@ -183,7 +183,7 @@ def _allowed_ids(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 def _by_probability(
     logits: np.ndarray, ids: np.ndarray, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities (over all of `ids`) and ids, likeliest first, at least as many as top-p and min-p keep."""
+    """Probabilities (over all of `ids`) and ids, likeliest first, no fewer than top-p and min-p keep."""
     chosen = logits[ids].astype(np.float64) / params.temperature
     weights = np.exp(chosen - chosen.max())
     probs = weights / weights.sum()

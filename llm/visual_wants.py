@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from llm.backend.base import VisualSlice
 from llm.request import VisualKey, WantVisual
 from llm.sequence import Group
@@ -24,21 +22,34 @@ class VisualWants:
 
     def __init__(self, source: VisualSource) -> None:
         self._source = source
-        self._missing: Counter[VisualKey] = Counter()  # by how many groups each key is awaited
+        self._awaited: dict[VisualKey, list[Group]] = {}
         self.events: list[WantVisual] = []
 
     @property
-    def num_missing(self) -> int:
-        return len(self._missing)
+    def num_awaited(self) -> int:
+        return len(self._awaited)
 
     def any_arrived(self) -> bool:
         """Whether a key that was missing is there now, or has failed."""
-        return any(self.is_settled(key) for key in self._missing)
+        return any(self.is_settled(key) for key in self._awaited)
+
+    def settle(self, now: float) -> list[tuple[Group, str, str]]:
+        """Notes what has arrived; returns (group, code, message) of those whose key has failed."""
+        failures: dict[str, tuple[Group, str, str]] = {}
+        for key in [key for key in self._awaited if self.is_settled(key)]:
+            failure = None if self._source.get(key) is not None else self._source.failed(key)
+            for group in self._awaited.pop(key):
+                group.asked.discard(key)
+                if not group.asked:
+                    _stop_encode_clock(group, now)
+                if failure is not None:
+                    failures[group.id] = (group, *failure)
+        return list(failures.values())
 
     def is_settled(self, key: VisualKey) -> bool:
         return self._source.get(key) is not None or self._source.failed(key) is not None
 
-    def is_covered(self, group: Group, start: int) -> VisualKey | None:
+    def first_missing(self, group: Group, start: int) -> VisualKey | None:
         """First key needed from position `start` on that is not there; asks and holds nothing."""
         for span in group.spans:
             if span.start + span.length > start and self._source.get(span.key) is None:
@@ -79,8 +90,6 @@ class VisualWants:
             if rows is None:
                 self.ensure(group, start, now)
                 rows = self._source.get(span.key)
-            elif group.asked:
-                self._present(group, span.key, now)
             if rows is None:
                 return first, tuple(slices)
             if len(rows) != group.rows_of[span.key]:
@@ -105,32 +114,27 @@ class VisualWants:
 
     def _present(self, group: Group, key: VisualKey, now: float) -> bool:
         if self._source.get(key) is not None:
-            if key in group.asked:
-                self._settle(group, key, now)
             return True
         failure = self._source.failed(key)
         if failure is not None:
             raise VisualFailure(*failure)
         if key not in group.asked:
             group.asked.add(key)
-            self._missing[key] += 1
+            self._awaited.setdefault(key, []).append(group)
             self.events.append(WantVisual(group.id, key))
             if group.encode_since is None:
                 group.encode_since = now
         return False
 
-    def _settle(self, group: Group, key: VisualKey, now: float) -> None:
-        group.asked.discard(key)
-        self._missing[key] -= 1
-        if self._missing[key] <= 0:
-            del self._missing[key]
-        if not group.asked:
-            _stop_encode_clock(group, now)
-
     def _drop(self, group: Group, key: VisualKey, now: float) -> None:
         group.held.discard(key)
         if key in group.asked:
-            self._settle(group, key, now)
+            group.asked.discard(key)
+            self._awaited[key].remove(group)
+            if not self._awaited[key]:
+                del self._awaited[key]
+            if not group.asked:
+                _stop_encode_clock(group, now)
         self._source.release(key)
 
 
