@@ -1,0 +1,150 @@
+"""Pages of a PDF as PNG images, within caps on pages, pixels, memory and processor time.
+
+`python -m preprocess.pages` is the process that does it: pdfium is native code, so a hostile file must be
+able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import resource
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+from preprocess.types import ImageError
+
+_PASSWORD_ERROR = 4  # FPDF_ERR_PASSWORD
+POINTS_PER_INCH = 72
+
+
+@dataclass(frozen=True, slots=True)
+class PageLimits:
+    dpi: int = 150
+    max_pixels: int = 16_000_000  # of one page: beyond it the page is drawn at fewer dpi
+    max_pages: int = 5_000
+    max_file_mb: int = 512
+    page_cpu_s: int = 20
+    page_deadline_s: float = 60.0  # wall time, also for opening the file
+    memory_mb: int = 1_536  # address space of the process
+
+
+def is_pdf(head: bytes) -> bool:
+    """Readers accept a header within the first 1024 bytes (ISO 32000-1, annex H)."""
+    return b"%PDF-" in head[:1024]
+
+
+def page_scale(width_pt: float, height_pt: float, limits: PageLimits) -> float:
+    """Pixels per point: the wanted dpi, or what `max_pixels` allows. Raises ImageError `invalid_page`."""
+    if not (math.isfinite(width_pt) and math.isfinite(height_pt) and width_pt > 0 and height_pt > 0):
+        raise ImageError("invalid_page", "The page has no drawable area.")
+    scale = limits.dpi / POINTS_PER_INCH
+    # pdfium rounds each side up to whole pixels
+    while math.ceil(width_pt * scale) * math.ceil(height_pt * scale) > limits.max_pixels:
+        scale *= 0.97
+    return scale
+
+
+class PdfPages:
+    """An open PDF. Raises ImageError `invalid_pdf`, `encrypted_pdf`, `too_many_pages`."""
+
+    def __init__(self, path: str, limits: PageLimits) -> None:
+        import pypdfium2
+
+        self._limits = limits
+        try:
+            self._document = pypdfium2.PdfDocument(path)
+            self.count = len(self._document)
+            self._document.init_forms()
+        except pypdfium2.PdfiumError as error:
+            if error.err_code == _PASSWORD_ERROR:
+                raise ImageError("encrypted_pdf", "The PDF needs a password.") from None
+            raise ImageError("invalid_pdf", "The PDF is damaged and cannot be opened.") from None
+        if self.count > limits.max_pages:
+            self.close()
+            raise ImageError("too_many_pages", f"The document has more than {limits.max_pages} pages.")
+        if self.count < 1:
+            self.close()
+            raise ImageError("invalid_pdf", "The PDF has no pages.")
+
+    def render(self, index: int) -> bytes:
+        """Page `index` (from 0) as a PNG, upright as the PDF says. Raises ImageError `invalid_page`."""
+        import pypdfium2
+
+        try:
+            page = self._document[index]
+        except (pypdfium2.PdfiumError, IndexError):
+            raise ImageError("invalid_page", "The page is damaged and cannot be drawn.") from None
+        try:
+            width_pt, height_pt = page.get_size()
+            scale = page_scale(width_pt, height_pt, self._limits)
+            image = page.render(scale=scale, rev_byteorder=True).to_pil()
+        except (pypdfium2.PdfiumError, ValueError):
+            raise ImageError("invalid_page", "The page is damaged and cannot be drawn.") from None
+        finally:
+            page.close()
+        png = io.BytesIO()
+        image.convert("RGB").save(png, "PNG", compress_level=1)
+        return png.getvalue()
+
+    def close(self) -> None:
+        self._document.close()
+
+
+def _limit_process(limits: PageLimits) -> None:
+    """Memory by the kernel; processor time by a timer whose signal ends the process, armed per page."""
+    memory = limits.memory_mb << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+
+
+def _answer(
+    request: dict[str, Any], held: dict[str, PdfPages], limits: PageLimits
+) -> tuple[dict[str, Any], bytes]:
+    """`held` keeps the last document open, since its pages come one after another."""
+    path = request["path"]
+    try:
+        if path not in held:
+            for other in held.values():
+                other.close()
+            held.clear()
+            held[path] = PdfPages(path, limits)
+        if request["page"] is None:
+            return {"count": held[path].count}, b""
+        png = held[path].render(request["page"])
+        return {"count": held[path].count, "bytes": len(png)}, png
+    except ImageError as error:
+        return {"code": error.code, "message": error.message}, b""
+    except OSError:
+        return {"code": "unreadable_file", "message": "The file can't be read."}, b""
+    except MemoryError:
+        return {"code": "page_too_complex", "message": "The page needs too much memory to draw."}, b""
+
+
+def serve(requests: BinaryIO, replies: BinaryIO, limits: PageLimits) -> None:
+    """Answers until the parent closes the pipe. A request: {"path": str, "page": int | null}."""
+    held: dict[str, PdfPages] = {}
+    replies.write(b"{}\n")
+    replies.flush()
+    for line in requests:
+        signal.setitimer(signal.ITIMER_PROF, limits.page_cpu_s)
+        header, payload = _answer(json.loads(line), held, limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(json.dumps(header).encode() + b"\n" + payload)
+        replies.flush()
+
+
+def command(limits: PageLimits) -> list[str]:
+    """The command line of the process."""
+    return [sys.executable, "-m", "preprocess.pages", json.dumps(asdict(limits))]
+
+
+if __name__ == "__main__":
+    _limits = PageLimits(**json.loads(sys.argv[1]))
+    _limit_process(_limits)
+    serve(sys.stdin.buffer, sys.stdout.buffer, _limits)

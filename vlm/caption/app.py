@@ -1,0 +1,169 @@
+"""A caption job from its settings to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from preprocess.pages import PageLimits
+from vlm.caption.answers import Answerer, EngineGone
+from vlm.caption.documents import DocumentReader
+from vlm.caption.formats import Format, choose_format, journal_path, write_view
+from vlm.caption.inputs import Skipped, check_arguments, find_sources
+from vlm.caption.journal import Journal, OutputBusy
+from vlm.caption.presets import Question
+from vlm.caption.rasterise import PageRenderer
+from vlm.caption.report import progress, summary, summary_lines
+from vlm.caption.rows import RowContext
+from vlm.caption.runner import CaptionRun, RunOptions
+from vlm.caption.stats import RunStats
+from vlm.cli.errors import FAILURE, PARTIAL, CommandError
+from vlm.pipeline import Pipeline
+from workers.engine_client import EngineUnavailable
+
+INTERRUPTED = 130
+_SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionJob:
+    inputs: Sequence[str]
+    output: Path
+    question: Question
+    form: Format | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+    render_processes: int = 1
+    quiet: bool = False
+    as_json: bool = False
+
+
+def model_revision(directory: Path, encoder_revision: str) -> str:
+    """Which weights answered: the encoder's hash, the small files, and samples of the large ones."""
+    digest = hashlib.sha256(encoder_revision.encode())
+    for path in sorted(directory.glob("*")):
+        if path.suffix not in (".json", ".jinja", ".safetensors"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{len(path.name)}:{path.name}:{size}:".encode())
+        with open(path, "rb") as file:
+            for start in range(0, size, _SAMPLE_EVERY):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES if path.suffix == ".safetensors" else _SAMPLE_EVERY))
+    return digest.hexdigest()[:32]
+
+
+def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str, Any]:
+    """The whole command. Returns the summary; raises `CommandError` for every end but a clean one."""
+    check_arguments(job.inputs)
+    form = choose_format(job.output, job.form)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        journal = Journal(journal_path(job.output, form))
+    except OutputBusy as error:
+        raise CommandError(str(error), FAILURE) from None
+    try:
+        numbers = asyncio.run(_run(job, form, journal, make_pipeline))
+    except OSError as error:
+        raise CommandError(f"{job.output}: {error.strerror or 'input/output error'}", FAILURE) from None
+    except (EngineGone, EngineUnavailable) as error:
+        raise CommandError(f"{error}; run the same command again to go on", FAILURE) from None
+    finally:
+        journal.close()
+    if not numbers["finished"]:
+        raise CommandError(
+            f"stopped with {numbers['pages']} pages done; run the same command again to go on", INTERRUPTED
+        )
+    if not numbers["pages"]:
+        raise CommandError("the inputs hold no documents")
+    if numbers["errors"]:
+        raise CommandError(
+            f"{numbers['errors']} of {numbers['pages']} pages failed; see {job.output}", PARTIAL
+        )
+    return numbers
+
+
+async def _run(
+    job: CaptionJob, form: Format, journal: Journal, make_pipeline: Callable[[], Pipeline]
+) -> dict[str, Any]:
+    pipeline = make_pipeline()
+    limits = PageLimits(dpi=job.question.dpi)
+    renderer = PageRenderer(limits, job.render_processes)
+    skipped = Skipped()
+    revision = await asyncio.to_thread(model_revision, pipeline.spec.directory, pipeline.spec.revision)
+    context = RowContext(job.question.digest, job.question.preset, pipeline.spec.name, revision)
+    run = CaptionRun(
+        Answerer(pipeline, journal),
+        journal,
+        DocumentReader(renderer, pipeline.limits, limits),
+        job.question,
+        context,
+        job.options,
+    )
+    counting = asyncio.create_task(_count_sources(job.inputs, run.stats))
+    try:
+        with _Interrupts(run):
+            await pipeline.start()
+            async with progress(run.stats, quiet=job.quiet):
+                await run.run(find_sources(job.inputs, skipped))
+    except asyncio.CancelledError:
+        run.stop()
+    finally:
+        counting.cancel()
+        await renderer.close()
+        await pipeline.close()
+    finished = not run.stopping
+    if finished:
+        journal.compact()
+    schema = job.question.params.constraint[1] if job.question.params.constraint else ""
+    write_view(job.output, form, journal.rows(), schema)
+    numbers = summary(run.stats, skipped, str(job.output), finished=finished)
+    if not job.quiet:
+        print("\n".join(summary_lines(numbers, skipped.examples)), file=sys.stderr)
+    if job.as_json:
+        print(json.dumps(numbers, ensure_ascii=False))
+    return numbers
+
+
+async def _count_sources(inputs: Sequence[str], stats: RunStats) -> None:
+    """Runs ahead of the feed over names only, for the remaining time."""
+    sources = find_sources(inputs)
+    while found := await asyncio.to_thread(lambda: sum(1 for _ in islice(sources, 1000))):
+        stats.sources_found += found
+
+
+class _Interrupts:
+    """The first Ctrl-C finishes the pages under way, the second one drops them. Rows are safe either way."""
+
+    def __init__(self, run: CaptionRun) -> None:
+        self._run = run
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._interrupt)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if self._run.stopping or not self._run.num_under_way:
+            self._run.stop()
+            if self._task:
+                self._task.cancel()
+            return
+        self._run.stop()
+        print(
+            f"\nfinishing {self._run.num_under_way} pages; press Ctrl-C again to stop at once",
+            file=sys.stderr,
+            flush=True,
+        )

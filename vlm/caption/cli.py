@@ -1,0 +1,80 @@
+"""`vlm caption`: options of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+
+_ENGINE, _SERVE = EngineOptions(), ServeConfig()
+
+
+def caption_command(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...", help="Images, PDFs, folders, globs, @list.txt, OpenAI batch files (.jsonl)."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Where rows go; an existing one is continued.")
+    ],
+    preset: Annotated[
+        Literal["caption", "text", "summary", "fields"] | None,
+        typer.Option(help="What to ask of every page. Default: caption."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Your own question instead of a preset.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema file; every answer matches it.")] = None,
+    form: Annotated[
+        Literal["jsonl", "csv", "md"] | None,
+        typer.Option("--format", help="Default: by the output's suffix, else jsonl."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, or 'default'.")] = "default",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; the preset has its own.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
+    dpi: Annotated[int, typer.Option(min=18, max=1200, help="Resolution of PDF pages.")] = 150,
+    order: Annotated[
+        Literal["instruction-first", "image-first"],
+        typer.Option(help="Instruction first lets all pages share its cached prefix."),
+    ] = "instruction-first",
+    broker: Annotated[str, typer.Option(help="redis://...: decode in Celery workers.")] = _SERVE.broker,
+    store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = _SERVE.store,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = _ENGINE.threads,
+    decode_processes: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")
+    ] = None,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Try failed pages again.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no summary.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+) -> None:
+    """Caption documents in bulk. The same command continues after any stop and never writes a page twice.
+
+    Example: vlm caption scans/ "invoices/*.pdf" -o captions.jsonl --preset text
+    """
+    from vlm.build import build_served_pipeline
+    from vlm.caption.app import CaptionJob, run_job
+    from vlm.caption.presets import make_question, read_schema
+    from vlm.caption.runner import RunOptions
+
+    question = make_question(
+        preset=preset,
+        prompt=prompt,
+        schema=read_schema(schema.read_text(encoding="utf-8")) if schema else None,
+        max_tokens=max_tokens,
+        order=order,
+        dpi=dpi,
+        seed=seed,
+        temperature=temperature,
+    )
+    engine = EngineOptions(model=DEFAULT_MODEL if model == "default" else model, threads=threads)
+    config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
+    options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
+    job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)
+    run_job(job, lambda: build_served_pipeline(config, engine))

@@ -1,0 +1,115 @@
+"""What is asked of every page: prompt, sampling and schema, and the identity of that question."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from llm.request import SamplingParams
+from vlm.pipeline import ChatMessage, ImageInput
+
+Order = Literal["instruction-first", "image-first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    prompt: str
+    max_tokens: int
+    schema: str = ""  # JSON schema as text; "" leaves the answer free
+
+
+FIELDS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "maxLength": 24},
+        "seller": {"type": "string", "maxLength": 40},
+        "date": {"type": "string", "maxLength": 16},
+        "total": {"type": "string", "maxLength": 16},
+    },
+    "required": ["kind", "seller", "date", "total"],
+    "additionalProperties": False,
+}
+
+PRESETS = {
+    "caption": Preset("Describe the image.", 256),
+    "text": Preset("Read the text.", 1024),
+    "summary": Preset("Summarize the document in one or two sentences.", 192),
+    "fields": Preset(
+        "Give the fields of the document as JSON.", 512, json.dumps(FIELDS_SCHEMA, separators=(",", ":"))
+    ),
+}
+
+
+def length_prefixed_digest(*fields: str) -> str:
+    """32 hex digits; ("ab", "c") and ("a", "bc") differ."""
+    digest = hashlib.sha256()
+    for field in fields:
+        encoded = field.encode("utf-8", "surrogateescape")
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question for every page. `preset` is "custom" for a free prompt."""
+
+    prompt: str
+    params: SamplingParams
+    preset: str = "custom"
+    order: Order = "instruction-first"
+    dpi: int = 150  # of PDF pages: another resolution is another picture
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over all that shapes an answer, the page and the model excepted."""
+        params = json.dumps(asdict(self.params), sort_keys=True, ensure_ascii=False)
+        return length_prefixed_digest(self.prompt, params, self.order, str(self.dpi))
+
+    def messages(self, image: bytes) -> list[ChatMessage]:
+        """Instruction first lets all pages share the prefix up to the image."""
+        parts: tuple[str | ImageInput, ...] = (self.prompt, ImageInput(image))
+        return [ChatMessage("user", parts if self.order == "instruction-first" else parts[::-1])]
+
+
+def make_question(
+    *,
+    preset: str | None = None,
+    prompt: str | None = None,
+    schema: str | None = None,
+    max_tokens: int | None = None,
+    order: Order = "instruction-first",
+    dpi: int = 150,
+    seed: int | None = None,
+    temperature: float = 0.0,
+) -> Question:
+    """A preset, or a free prompt; a schema may join either. Raises ValueError with a text for the user."""
+    if preset is not None and prompt is not None:
+        raise ValueError("give --prompt or --preset, not both")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset}; known: {', '.join(PRESETS)}")
+    if prompt is not None and not prompt.strip():
+        raise ValueError("the prompt is empty")
+    name = preset or ("custom" if prompt is not None else "fields" if schema is not None else "caption")
+    chosen = PRESETS.get(name, PRESETS["caption"])
+    text = schema if schema is not None else chosen.schema if name != "custom" else ""
+    params = SamplingParams(
+        max_tokens=max_tokens or chosen.max_tokens,
+        temperature=temperature,
+        seed=seed,
+        constraint=("json_schema", text) if text else None,
+    )
+    return Question(prompt if prompt is not None else chosen.prompt, params, name, order, dpi)
+
+
+def read_schema(text: str) -> str:
+    """A schema file's content, checked and in one line. Raises ValueError."""
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the schema is not valid JSON: line {error.lineno}, {error.msg}") from None
+    if not isinstance(schema, dict):
+        raise ValueError("the schema must be a JSON object")
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False)

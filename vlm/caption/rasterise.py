@@ -1,0 +1,129 @@
+"""PDF pages as images, drawn in processes that may hang or die without taking the run with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from typing import Any
+
+from preprocess.pages import PageLimits, command
+from preprocess.types import ImageError
+
+_START_TIMEOUT_S = 60.0
+_MAX_PAGE_BYTES = 256 << 20
+
+
+class _Crashed(Exception):
+    def __init__(self, out_of_time: bool) -> None:
+        super().__init__()
+        self.out_of_time = out_of_time
+
+
+class _Worker:
+    """One child process; asked one thing at a time."""
+
+    def __init__(self, limits: PageLimits) -> None:
+        self._limits = limits
+        self._process: asyncio.subprocess.Process | None = None
+        self.path = ""  # the document it holds open
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *command(self._limits),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 22,
+        )
+        self._process = process
+        assert process.stdout
+        if not await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S):
+            raise _Crashed(out_of_time=False)
+        return process
+
+    async def ask(self, path: str, page: int | None) -> tuple[dict[str, Any], bytes]:
+        """Raises `_Crashed` when the process died or was too slow; the next call starts another one."""
+        try:
+            process = self._process or await self._start()
+            self.path = path
+            async with asyncio.timeout(self._limits.page_deadline_s):
+                return await self._exchange(process, {"path": path, "page": page})
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, json.JSONDecodeError) as error:
+            out_of_time = isinstance(error, TimeoutError) or await self._died_of_time()
+            await self.close()
+            raise _Crashed(out_of_time) from None
+        except BaseException:  # cancelled in the middle of an exchange: the pipe is out of step
+            await self.close()
+            raise
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, request: dict[str, Any]
+    ) -> tuple[dict[str, Any], bytes]:
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+        line = await process.stdout.readline()
+        header: dict[str, Any] = json.loads(line)
+        size = header.get("bytes", 0)
+        if size > _MAX_PAGE_BYTES:
+            raise ConnectionError
+        return header, await process.stdout.readexactly(size)
+
+    async def _died_of_time(self) -> bool:
+        if self._process is None:
+            return False
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), 1.0) == -signal.SIGPROF
+        return False
+
+    async def close(self) -> None:
+        process, self._process, self.path = self._process, None, ""
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+class PageRenderer:
+    """A few drawing processes, started when first needed. Errors are `ImageError` with fixed texts."""
+
+    def __init__(self, limits: PageLimits | None = None, num_processes: int = 1) -> None:
+        self.limits = limits or PageLimits()
+        self._idle = [_Worker(self.limits) for _ in range(num_processes)]
+        self._free = asyncio.Semaphore(num_processes)
+
+    async def count(self, path: str) -> int:
+        """Pages of a PDF.
+
+        Raises ImageError `invalid_pdf`, `encrypted_pdf`, `too_many_pages`, `page_timeout`, `page_crashed`.
+        """
+        header, _ = await self._ask(path, None)
+        return int(header["count"])
+
+    async def render(self, path: str, page: int) -> bytes:
+        """Page `page` (from 0) as a PNG. Raises ImageError as `count` does, and `invalid_page`."""
+        _, png = await self._ask(path, page)
+        return png
+
+    async def _ask(self, path: str, page: int | None) -> tuple[dict[str, Any], bytes]:
+        async with self._free:
+            worker = next((w for w in self._idle if w.path == path), self._idle[-1])
+            self._idle.remove(worker)
+            try:
+                header, payload = await worker.ask(path, page)
+            except _Crashed as crash:
+                if crash.out_of_time:
+                    raise ImageError("page_timeout", "The page took too long to draw.") from None
+                raise ImageError("page_crashed", "The page could not be drawn.") from None
+            finally:
+                self._idle.append(worker)
+        if "code" in header:
+            raise ImageError(header["code"], header["message"])
+        return header, payload
+
+    async def close(self) -> None:
+        for worker in self._idle:
+            await worker.close()

@@ -1,0 +1,81 @@
+"""Counters of a run, updated by the runner and read by whoever reports."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from vlm.caption.rows import Row
+
+NUM_SLOWEST = 5
+_WINDOW_S, _NUM_RECENT = 30.0, 4096
+
+
+@dataclass(slots=True)
+class RunStats:
+    pages_done: int = 0  # rows written by this run, errors included
+    pages_kept: int = 0  # rows that an earlier run wrote
+    errors: int = 0
+    errors_kept: int = 0
+    duplicates: int = 0
+    prompt_tokens: int = 0
+    image_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    sources_found: int = 0  # by the counting pass, which runs ahead
+    sources_done: int = 0  # handed on by the feed
+    error_codes: Counter[str] = field(default_factory=Counter)
+    slowest: list[tuple[float, str, int]] = field(default_factory=list)  # heap of (total_ms, path, page)
+    started: float = field(default_factory=time.monotonic)
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+
+    def add(self, row: Row) -> None:
+        self.pages_done += 1
+        tokens = 0
+        if "error" in row:
+            self.errors += 1
+            self.error_codes[row["error"]["code"]] += 1
+        elif "duplicate_of" in row:
+            self.duplicates += 1
+        else:
+            usage = row["usage"]
+            tokens = usage["completion_tokens"]
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.image_tokens += usage["image_tokens"]
+            self.cached_tokens += usage["cached_tokens"]
+            self.completion_tokens += tokens
+            heapq.heappush(self.slowest, (row["timings"]["total_ms"], row["path"], row["page"]))
+            if len(self.slowest) > NUM_SLOWEST:
+                heapq.heappop(self.slowest)
+        self._recent.append((time.monotonic(), tokens))
+
+    def keep(self, state: str) -> None:
+        self.pages_kept += 1
+        self.errors_kept += state == "error"
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages_done + self.pages_kept
+
+    def rates(self) -> tuple[float, float]:
+        """(pages, tokens) per second over the last moments."""
+        now = time.monotonic()
+        recent = [(at, tokens) for at, tokens in self._recent if now - at <= _WINDOW_S]
+        span_s = min(_WINDOW_S, now - self.started)
+        if len(recent) == _NUM_RECENT:
+            span_s = now - recent[0][0]
+        return len(recent) / max(span_s, 1e-3), sum(tokens for _, tokens in recent) / max(span_s, 1e-3)
+
+    def remaining_s(self) -> float | None:
+        """From the files that are left and the pages per file so far; None while that says nothing."""
+        pages_per_s, _ = self.rates()
+        if not (self.sources_done and self.num_pages and pages_per_s):
+            return None
+        left = max(0, self.sources_found - self.sources_done)
+        return left * self.num_pages / self.sources_done / pages_per_s
