@@ -143,7 +143,7 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.run_seed = state["run_seed"]
 
-    def _rates(self, stage: Stage) -> dict[str, float]:
+    def rates(self, stage: Stage) -> dict[str, float]:
         step = self.progress.step
         rate = stage.rate * min(1.0, (step + 1) / stage.warmup)
         if step >= stage.steps - stage.decay:
@@ -167,7 +167,7 @@ class Trainer:
             (loss / stage.micro_batches).backward()
             self._follow(batch, outcome, stage)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimisers.step(self._rates(stage))
+        self.optimisers.step(self.rates(stage))
         progress.step += 1
         progress.seconds += time.monotonic() - started
 

@@ -1,0 +1,113 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from train_fixtures import tiny_network, tiny_template
+
+from vlm.train.decoder import segment_mask
+from vlm.train.documents import compose_document
+from vlm.train.export import export
+from vlm.train.generate import answer_all, answerer
+from vlm.train.network import Network
+from vlm.train.optim import orthogonalise
+from vlm.train.prompts import PromptBuilder
+from vlm.train.tiles import cut
+from vlm.train.vision import gelu
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    template = tiny_template(tmp_path / "template")
+    export(tiny_network(template), template, tmp_path / "export")
+    return tmp_path / "export"
+
+
+def logits(network: Network, builder: PromptBuilder, seed: int, pairs: list[tuple[str, str]]) -> list[Tensor]:
+    """Logits of each question's segment, asked together."""
+    pieces = cut(compose_document("receipt", seed).image)
+    sequence = builder.sequence(pieces.rows, pieces.cols, pairs)
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.tiles))).flatten(0, 1)
+    segments = torch.from_numpy(sequence.segments)
+    layout = network.layout(torch.from_numpy(sequence.positions), [len(segments)], [segment_mask(segments)])
+    everywhere = torch.arange(len(segments))
+    found = network.decode(torch.from_numpy(sequence.tokens), visual, layout, everywhere)
+    return [found[segments == number] for number in range(1, len(pairs) + 1)]
+
+
+@torch.no_grad()
+def test_transformers_loads_an_exported_directory_unchanged_and_computes_the_same(exported: Path) -> None:
+    from transformers import SmolVLMForConditionalGeneration
+
+    reference = SmolVLMForConditionalGeneration.from_pretrained(exported, dtype=torch.float32).eval()
+    network, builder = Network.load(exported), PromptBuilder(exported)
+    document = compose_document("invoice", 4)
+    pieces = cut(document.image)
+    tokens = builder.prefix(pieces.rows, pieces.cols) + builder.segment("What is the total?", "")[0]
+    pixels = torch.from_numpy(pieces.tiles).permute(0, 3, 1, 2)[None].float() / 127.5 - 1
+    expected = reference(input_ids=torch.tensor([tokens]), pixel_values=pixels).logits[0]
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.tiles))).flatten(0, 1)
+    mask = segment_mask(torch.zeros(len(tokens), dtype=torch.long))
+    layout = network.layout(torch.arange(len(tokens)), [len(tokens)], [mask])
+    found = network.decode(torch.tensor(tokens), visual, layout, torch.arange(len(tokens)))
+    assert torch.allclose(found, expected, atol=2e-5)
+
+
+@torch.no_grad()
+def test_questions_packed_together_get_the_logits_they_get_alone(exported: Path) -> None:
+    network, builder = Network.load(exported), PromptBuilder(exported)
+    pairs = [("Who is the seller?", "Nord Ltd"), ("Read line 1.", "Nord Ltd"), ("What is the total?", "7.10")]
+    together = logits(network, builder, 5, pairs)
+    for pair, packed in zip(pairs, together, strict=True):
+        (alone,) = logits(network, builder, 5, [pair])
+        assert torch.allclose(packed, alone, atol=1e-5)
+
+
+def test_export_rounds_to_half_precision_and_keeps_nothing_of_training(
+    exported: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(exported / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float16}
+    assert all(name.startswith("model.") for name in weights)
+    again = Network.load(exported)
+    export(again, exported, tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        exported / "model.safetensors"
+    ).read_bytes()
+
+
+def test_answers_do_not_depend_on_the_other_questions(exported: Path) -> None:
+    network, builder = Network.load(exported), PromptBuilder(exported)
+    image = compose_document("label", 1).image
+    questions = ["Read the text.", "Read line 1."]
+    together = answer_all(network, builder, image, questions, max_new_tokens=6)
+    assert together == [answer_all(network, builder, image, [q], max_new_tokens=6)[0] for q in questions]
+    assert isinstance(answerer(exported)(image, "Read line 1."), str)
+
+
+def test_a_checkpoint_of_another_family_is_refused(exported: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(exported / "model.safetensors")
+    weights.pop("model.text_model.norm.weight")
+    save_file(weights, exported / "model.safetensors")
+    with pytest.raises(ValueError, match="not a checkpoint of this family"):
+        Network.load(exported)
+
+
+def test_gelu_and_its_gradient_are_those_of_the_tanh_form() -> None:
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64, requires_grad=True)
+    (ours,) = torch.autograd.grad(gelu(x).sum(), x)
+    (reference,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh").sum(), x)
+    assert torch.allclose(gelu(x), torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
+    assert torch.allclose(ours, reference, atol=1e-6)
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 16, 48), (2, 48, 16), (1, 32, 32)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        assert values.max() < 1.4
+        assert values.median() > 0.6
