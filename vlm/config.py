@@ -68,6 +68,7 @@ class ServeConfig:
     image_store_mb: int = 512  # of all uploaded images
     image_ttl_s: float = 86400.0
     log_format: Literal["json", "plain"] = "json"
+    traces: bool = False  # OpenTelemetry spans over the stages; needs opentelemetry-api
 
 
 def from_mapping(cls: type[T], values: dict[str, Any]) -> T:

@@ -1,0 +1,109 @@
+"""The HTTP service: `create_app` puts the parts together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+
+from vlm.api import chat, costs, file_routes, health, images, playground
+from vlm.api.admission import MEGABYTE, Admission
+from vlm.api.auth import KeyRing, read_keys
+from vlm.api.errors import install_handlers
+from vlm.api.fetch import Fetcher
+from vlm.api.files import FileStore, default_data_dir
+from vlm.api.image_store import ImageStore
+from vlm.api.metrics import Metrics
+from vlm.api.middleware import ServiceMiddleware
+from vlm.api.responses import errors
+from vlm.api.routing import ServiceRoute
+from vlm.api.service import Service
+from vlm.api.tracing import make_traces
+from vlm.config import ServeConfig
+from vlm.pipeline import Pipeline
+
+TITLE = "vlm"
+DESCRIPTION = "Questions about images, answered; OpenAI-compatible."
+
+
+def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None = None) -> Service:
+    """Raises ConfigError for a keys file that can't be used."""
+    if keys is None:
+        keys = KeyRing(read_keys(Path(config.keys_file)) if config.keys_file else ())
+    return Service(
+        pipeline=pipeline,
+        config=config,
+        keys=keys,
+        admission=Admission(config),
+        metrics=Metrics(),
+        images=ImageStore(config.image_store_mb * MEGABYTE, config.image_ttl_s),
+        files=FileStore(
+            Path(config.data_dir) if config.data_dir else default_data_dir(),
+            max_file_bytes=config.max_file_mb * MEGABYTE,
+            max_total_bytes=config.max_files_mb * MEGABYTE,
+        ),
+        fetcher=Fetcher(config.fetch_deadline_s),
+        traces=make_traces(config.traces),
+        started_at=int(time.time()),
+    )
+
+
+def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None = None) -> FastAPI:
+    """The pipeline is started and closed with the app. Raises ConfigError."""
+    service = make_service(pipeline, config, keys)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await pipeline.start()
+        try:
+            yield
+        finally:
+            service.admission.draining = True
+            await pipeline.close()
+            service.parsers.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title=TITLE,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.route_class = ServiceRoute
+    app.state.service = service
+    app.add_middleware(ServiceMiddleware, service=service)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type"],
+        )
+    install_handlers(app)
+    for module in (chat, costs, images, file_routes, health, playground):
+        app.include_router(module.router)
+
+    @app.get("/openapi.json", responses=errors(401), response_model=None)
+    async def openapi_document(request: Request) -> JSONResponse:
+        return JSONResponse(openapi(app))
+
+    return app
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document with what it can't know: bearer keys, and that no route answers 422."""
+    document = get_openapi(title=TITLE, version="1", description=DESCRIPTION, routes=app.routes)
+    document["components"].setdefault("securitySchemes", {})["key"] = {"type": "http", "scheme": "bearer"}
+    document["security"] = [{"key": []}, {}]
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    return document

@@ -1,0 +1,137 @@
+"""Fetches an image on a client's behalf without becoming its way into the network behind this server.
+
+A name is resolved once, every address it has is checked, and the connection goes to a checked address, so
+that a second answer of a hostile name server is never used. Each redirect is a new URL to check. No proxies,
+cookies, credentials or content encodings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import httpx
+
+from vlm.api.errors import ApiError, invalid
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver = Callable[[str, int], Awaitable[list[str]]]
+
+MAX_REDIRECTS = 3
+MAX_URL_CHARS = 2048
+_PARALLEL = 8
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
+_IPV4_COMPATIBLE = ipaddress.ip_network("::/96")
+
+
+def public_address(address: Address) -> bool:
+    """Reachable for anyone on the internet, also where an IPv6 address wraps an IPv4 one."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return public_address(address.ipv4_mapped)
+        if address.sixtofour is not None:
+            return public_address(address.sixtofour)
+        if address in _NAT64:
+            return public_address(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address.teredo is not None or address in _NAT64_LOCAL or address in _IPV4_COMPATIBLE:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    url: httpx.URL
+    address: str  # the checked one to connect to
+    host: str
+
+
+class Fetcher:
+    """`is_allowed` and `resolver` are replaced in tests only."""
+
+    def __init__(
+        self,
+        deadline_s: float,
+        *,
+        resolver: Resolver = resolve,
+        is_allowed: Callable[[Address], bool] = public_address,
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._resolver = resolver
+        self._is_allowed = is_allowed
+        self._verify = verify
+        self._slots = asyncio.Semaphore(_PARALLEL)
+
+    async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
+        """The bytes, whatever they claim to be. Raises ApiError 400, naming no address."""
+        try:
+            async with asyncio.timeout(self._deadline_s), self._slots:
+                return await self._follow(url, max_bytes, param)
+        except TimeoutError:
+            raise invalid("url_timeout", "The image's URL did not answer in time.", param) from None
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError):
+            raise invalid("url_fetch_failed", "The image's URL could not be fetched.", param) from None
+
+    async def _follow(self, url: str, max_bytes: int, param: str) -> bytes:
+        timeout = httpx.Timeout(self._deadline_s)
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout, verify=self._verify) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                target = await self._check(url, param)
+                request = client.build_request(
+                    "GET",
+                    target.url.copy_with(host=target.address),
+                    headers={
+                        "host": target.url.netloc.decode(),
+                        "user-agent": "vlm",
+                        "accept": "image/*",
+                        "accept-encoding": "identity",
+                    },
+                    extensions={"sni_hostname": target.host},
+                )
+                response = await client.send(request, stream=True)
+                try:
+                    if response.has_redirect_location:
+                        url = str(target.url.join(response.headers["location"]))
+                        continue
+                    return await _read(response, max_bytes, param)
+                finally:
+                    await response.aclose()
+        raise invalid("too_many_redirects", "The image's URL redirects too often.", param)
+
+    async def _check(self, url: str, param: str) -> _Target:
+        if len(url) > MAX_URL_CHARS:
+            raise invalid("invalid_image_url", f"A URL has at most {MAX_URL_CHARS} characters.", param)
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
+            raise blocked(param)
+        port = parsed.port or (443 if parsed.scheme == "https" else 80)
+        addresses = await self._resolver(parsed.host, port)
+        # one bad address is enough: names that point at both are made to slip through
+        if not addresses or not all(self._is_allowed(ipaddress.ip_address(a)) for a in addresses):
+            raise blocked(param)
+        return _Target(parsed, addresses[0], parsed.raw_host.decode())
+
+
+def blocked(param: str) -> ApiError:
+    return invalid("url_blocked", "The image's URL is not on the public internet.", param)
+
+
+async def _read(response: httpx.Response, max_bytes: int, param: str) -> bytes:
+    if response.status_code != 200:
+        raise invalid("url_fetch_failed", "The image's URL could not be fetched.", param)
+    data = bytearray()
+    async for piece in response.aiter_raw():
+        data += piece
+        if len(data) > max_bytes:
+            raise invalid("image_too_large", f"The image has more than {max_bytes} bytes.", param)
+    return bytes(data)

@@ -1,0 +1,149 @@
+"""Files on disk: uploaded by clients, or written by batches.
+
+One folder for each namespace, two files for each file: its bytes, and what is known of it, which is renamed
+into place last, so that a crash leaves no half file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from vlm.api.errors import ApiError, invalid
+
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+PURPOSES = ("batch", "batch_output", "vision", "user_data")
+_NOT_FOUND = ("file_not_found", "There is no such file.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    id: str
+    bytes: int
+    created_at: int  # Unix time
+    filename: str
+    purpose: str
+    expires_at: int | None = None
+    status: str = "processed"
+
+
+def default_data_dir() -> Path:
+    home = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(home) / "vlm"
+
+
+class FileStore:
+    """Blocking; call it from a thread. Raises ApiError 404 for what isn't there or is someone else's."""
+
+    def __init__(
+        self, root: Path, *, max_file_bytes: int, max_total_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._root = root / "files"
+        self._max_file_bytes = max_file_bytes
+        self._max_total_bytes = max_total_bytes
+        self._clock = clock
+
+    def _folder(self, namespace: str) -> Path:
+        return self._root / hashlib.sha256(namespace.encode()).hexdigest()[:32]
+
+    def _meta(self, namespace: str, file_id: str) -> Path:
+        if not FILE_ID.fullmatch(file_id):
+            raise ApiError(404, *_NOT_FOUND)
+        return self._folder(namespace) / f"{file_id}.json"
+
+    def path(self, namespace: str, file_id: str) -> Path:
+        """Where a file's bytes lie."""
+        meta = self._meta(namespace, file_id)
+        if not meta.exists():
+            raise ApiError(404, *_NOT_FOUND)
+        return meta.with_suffix(".bin")
+
+    def total_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._root.glob("*/*.bin"))
+
+    def add(self, namespace: str, filename: str, purpose: str, source: BinaryIO) -> StoredFile:
+        """Copies `source`. Raises ApiError 413 for a file or a sum of files above its cap."""
+        folder = self._folder(namespace)
+        folder.mkdir(parents=True, exist_ok=True)
+        file_id = f"file-{uuid.uuid4().hex}"
+        target = folder / f"{file_id}.bin"
+        partial = target.with_suffix(".part")
+        room = self._max_total_bytes - self.total_bytes()
+        try:
+            with partial.open("wb") as out:
+                while piece := source.read(1 << 20):
+                    if out.tell() + len(piece) > self._max_file_bytes:
+                        raise ApiError(
+                            413, "file_too_large", f"A file has at most {self._max_file_bytes} bytes.", "file"
+                        )
+                    if out.tell() + len(piece) > room:
+                        raise ApiError(413, "file_store_full", "There is no room for this file.", "file")
+                    out.write(piece)
+                out.flush()
+                os.fsync(out.fileno())
+            return self._publish(namespace, file_id, filename, purpose, partial)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def adopt(self, namespace: str, filename: str, purpose: str, path: Path) -> StoredFile:
+        """Takes over a finished file, such as a batch's output, by moving it here."""
+        folder = self._folder(namespace)
+        folder.mkdir(parents=True, exist_ok=True)
+        file_id = f"file-{uuid.uuid4().hex}"
+        partial = folder / f"{file_id}.part"
+        shutil.move(path, partial)
+        return self._publish(namespace, file_id, filename, purpose, partial)
+
+    def _publish(
+        self, namespace: str, file_id: str, filename: str, purpose: str, partial: Path
+    ) -> StoredFile:
+        meta = self._meta(namespace, file_id)
+        stored = StoredFile(file_id, partial.stat().st_size, int(self._clock()), filename, purpose)
+        partial.rename(meta.with_suffix(".bin"))
+        written = meta.with_suffix(".meta")
+        with written.open("w") as out:
+            json.dump(asdict(stored), out)
+            out.flush()
+            os.fsync(out.fileno())
+        written.rename(meta)
+        return stored
+
+    def get(self, namespace: str, file_id: str) -> StoredFile:
+        try:
+            return StoredFile(**json.loads(self._meta(namespace, file_id).read_text()))
+        except FileNotFoundError:
+            raise ApiError(404, *_NOT_FOUND) from None
+
+    def list(self, namespace: str, purpose: str | None = None) -> list[StoredFile]:
+        """Newest first."""
+        files: list[StoredFile] = []
+        for meta in self._folder(namespace).glob("file-*.json"):
+            with contextlib.suppress(ApiError):
+                files.append(self.get(namespace, meta.stem))
+        files = [file for file in files if purpose is None or file.purpose == purpose]
+        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def delete(self, namespace: str, file_id: str) -> None:
+        meta = self._meta(namespace, file_id)
+        try:
+            meta.unlink()
+        except FileNotFoundError:
+            raise ApiError(404, *_NOT_FOUND) from None
+        meta.with_suffix(".bin").unlink(missing_ok=True)
+
+
+def check_purpose(purpose: object) -> str:
+    """Raises ApiError 400."""
+    if purpose not in PURPOSES or purpose == "batch_output":
+        raise invalid("invalid_value", "'purpose' is one of batch, vision, user_data.", "purpose")
+    return str(purpose)

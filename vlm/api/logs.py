@@ -1,0 +1,54 @@
+"""Structured logs: one JSON object a line, with the id of the request that was being served."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+def _extras(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _OWN}
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id.get():
+            line["request_id"] = request_id.get()
+        line.update(_extras(record))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"request_id": request_id.get() or None, **_extras(record)}
+        text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
+        return f"{super().format(record)} {text}".rstrip()
+
+
+def configure(form: Literal["json", "plain"], level: int = logging.INFO) -> None:
+    """Everything to stderr: stdout belongs to commands' results."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for noisy in ("uvicorn.error", "uvicorn.access", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

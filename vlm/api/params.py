@@ -1,0 +1,86 @@
+"""A chat request's settings -> SamplingParams, and what is refused because it can't be honoured."""
+
+from __future__ import annotations
+
+import json
+
+from llm.request import Priority, SamplingParams
+from vlm.api.errors import ApiError, invalid
+from vlm.api.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
+from vlm.config import ServeConfig
+
+_UNSUPPORTED = ("tools", "functions", "audio", "web_search_options")
+
+
+def check_supported(body: ChatRequest) -> None:
+    """Raises ApiError 400 for what would change the meaning of an answer if it were ignored."""
+    for name in _UNSUPPORTED:
+        if getattr(body, name) not in (None, [], {}, False):
+            raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
+    for name in ("tool_choice", "function_call"):
+        if getattr(body, name) not in (None, "none", "auto"):
+            raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
+    if body.modalities and body.modalities != ["text"]:
+        raise invalid("unsupported_parameter", "This server answers with text only.", "modalities")
+
+
+def check_model(requested: str | None, served: str) -> None:
+    if requested is not None and requested != served:
+        raise ApiError(404, "model_not_found", "This server does not serve this model.", "model")
+
+
+def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
+    """Raises ApiError 400 for settings that contradict each other or a cap."""
+    n = body.n or 1
+    if n > config.max_choices:
+        raise invalid("invalid_value", f"'n' is at most {config.max_choices} here.", "n")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("invalid_value", "'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("invalid_value", "'stream_options' needs 'stream' to be true.", "stream_options")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        max_tokens=body.max_completion_tokens or body.max_tokens or config.default_max_tokens,
+        temperature=body.temperature or 0.0,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        seed=body.seed,
+        n=n,
+        stop=stop,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraint=_constraint(body.response_format),
+    )
+
+
+def _constraint(form: ResponseFormat | None) -> tuple[str, str] | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return ("json_object", "")
+    if form.type == "json_schema":
+        if form.json_schema is None:
+            raise invalid("missing_required_parameter", "A schema is missing.", "response_format.json_schema")
+        text = json.dumps(form.json_schema.schema_, separators=(",", ":"))
+        if len(text) > MAX_SCHEMA_CHARS:
+            raise invalid(
+                "invalid_value",
+                f"The schema has more than {MAX_SCHEMA_CHARS} characters.",
+                "response_format.json_schema.schema",
+            )
+        return ("json_schema", text)
+    given = form.regex if form.type == "regex" else form.grammar
+    if not given:
+        raise invalid(
+            "missing_required_parameter", "The constraint is missing.", f"response_format.{form.type}"
+        )
+    return (form.type, given)
+
+
+def priority(body: ChatRequest) -> Priority:
+    return "batch" if body.service_tier in ("flex", "batch") else "interactive"

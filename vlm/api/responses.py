@@ -1,0 +1,206 @@
+"""What clients get, for the OpenAPI document: answers are written by hand, tests hold them against these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class ErrorDetail(Model):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Model):
+    error: ErrorDetail
+
+
+_DESCRIPTIONS = {
+    400: "The request is wrong; `code` and `param` tell how and where.",
+    401: "No valid API key.",
+    404: "There is no such thing.",
+    408: "The body took too long.",
+    409: "In conflict with what is stored.",
+    413: "The body is too large.",
+    415: "The content type is not supported.",
+    429: "Too many requests; see Retry-After.",
+    431: "Too many headers.",
+    503: "Not now; see Retry-After.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+class TopLogprob(Model):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobOut(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(Model):
+    content: list[TokenLogprobOut] | None
+    refusal: list[TokenLogprobOut] | None
+
+
+class AssistantMessage(Model):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+
+
+class Choice(Model):
+    index: int
+    message: AssistantMessage
+    finish_reason: Literal["stop", "length"]
+    logprobs: ChoiceLogprobs | None
+
+
+class PromptDetails(Model):
+    cached_tokens: int
+    image_tokens: int
+    text_tokens: int
+    audio_tokens: int
+
+
+class UsageOut(Model):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: dict[str, int]
+
+
+class TimingsOut(Model):
+    preprocess_ms: float
+    queue_ms: float
+    encode_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    tpot_ms: float
+    total_ms: float
+
+
+class ChatCompletion(Model):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    service_tier: str | None
+    choices: list[Choice]
+    usage: UsageOut
+    timings: TimingsOut | None
+
+
+class ModelCard(Model):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    context_length: int
+    tokens_per_tile: int
+
+
+class ModelList(Model):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class GridOut(Model):
+    """How an image is cut; rows and cols are 0 when the whole image is one tile."""
+
+    rows: int
+    cols: int
+    thumbnail: bool
+    tile_width: int
+    tile_height: int
+
+
+class StoredImage(Model):
+    id: str
+    object: Literal["image"] = "image"
+    created_at: int
+    expires_at: int
+    bytes: int
+    format: str
+    width: int
+    height: int
+    tiles: int
+    image_tokens: int
+    grid: GridOut
+
+
+class Deleted(Model):
+    id: str
+    object: str
+    deleted: bool
+
+
+class FileOut(Model):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: str
+
+
+class FileList(Model):
+    object: Literal["list"] = "list"
+    data: list[FileOut]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ImageCost(Model):
+    width: int
+    height: int
+    tiles: int
+    image_tokens: int
+    prompt_tokens: int
+    grid: GridOut
+
+
+class TokenCount(Model):
+    prompt_tokens: int
+    image_tokens: int
+    text_tokens: int
+    images: list[ImageCost]
+    token_ids: list[int] | None
+
+
+class ExpectedTtft(Model):
+    """Milliseconds by the rates measured so far; null before there are any."""
+
+    cold: float | None
+    warm: float | None
+
+
+class Estimate(Model):
+    prompt_tokens: int
+    image_tokens: int
+    text_tokens: int
+    max_completion_tokens: int
+    kv_bytes: int
+    images: list[ImageCost]
+    expected_ttft_ms: ExpectedTtft
+
+
+class Health(Model):
+    status: str

@@ -1,0 +1,137 @@
+"""What clients send: every field with its cap. Unknown fields are ignored, as clients send many;
+those that would change what an answer means are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_STOP_CHARS = 256
+MAX_SCHEMA_CHARS = 100_000
+
+Detail = Literal["auto", "low", "high"]
+
+
+class Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class ImageUrl(Lenient):
+    url: str = Field(
+        description="A data: URI with base64, a stored image's id (img-...), or an http(s) URL when enabled."
+    )
+    detail: Detail = Field("auto", description="low: one tile; high and auto: tiles by the image's size.")
+
+
+class ContentPart(Lenient):
+    type: str = Field(max_length=64, description="text or image_url")
+    text: str | None = None
+    image_url: ImageUrl | str | None = Field(
+        None, description="An object with `url` and `detail`; a plain string is taken as the url."
+    )
+
+
+def _content_tag(value: Any) -> str:
+    return "parts" if isinstance(value, list) else "string"
+
+
+Content = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), Tag("parts")],
+    Discriminator(_content_tag),
+]
+
+
+class ChatMessageIn(Lenient):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    tool_calls: list[JsonValue] | None = Field(None, description="Not supported.")
+
+
+class StreamOptions(Lenient):
+    include_usage: bool = False
+
+
+class JsonSchemaFormat(Lenient):
+    name: str = Field("answer", max_length=64)
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Lenient):
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchemaFormat | None = None
+    regex: str | None = Field(None, max_length=MAX_SCHEMA_CHARS, description="Extension, with type regex.")
+    grammar: str | None = Field(
+        None, max_length=MAX_SCHEMA_CHARS, description="Extension, with type grammar (Lark)."
+    )
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class ChatRequest(Lenient):
+    model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
+    messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
+    max_tokens: int | None = Field(None, ge=1, le=1_000_000, description="Older name.")
+    temperature: float | None = Field(None, ge=0, le=2, description="Default 0: greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    response_format: ResponseFormat | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "batch", "scale"] | None = Field(
+        None, description="flex and batch give way to interactive requests."
+    )
+    top_k: int | None = Field(None, ge=0, le=1_000_000, description="Extension; 0 is off.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Extension.")
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="Extension; 1 is off.")
+    ignore_eos: bool | None = Field(None, description="Extension, for load tests.")
+    deadline_s: float | None = Field(
+        None, gt=0, le=86400, description="Extension: refuse at once what can't be answered in time."
+    )
+    tools: JsonValue = Field(None, description="Not supported: refused unless empty.")
+    tool_choice: JsonValue = Field(None, description="Not supported: only none and auto.")
+    functions: JsonValue = Field(None, description="Not supported: refused unless empty.")
+    function_call: JsonValue = Field(None, description="Not supported: only none and auto.")
+    audio: JsonValue = Field(None, description="Not supported.")
+    modalities: list[str] | None = Field(None, max_length=8, description="Only text.")
+    web_search_options: JsonValue = Field(None, description="Not supported.")
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value and not all(token.isascii() and token.isdigit() and len(token) < 10 for token in value):
+            raise ValueError("keys must be token ids")
+        return value
+
+
+class TokenizeRequest(Lenient):
+    """Either a chat or a text."""
+
+    model: str | None = Field(None, max_length=256)
+    messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    text: str | None = Field(None, max_length=1_000_000)
+
+
+class EstimateRequest(Lenient):
+    model: str | None = Field(None, max_length=256)
+    messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
+    max_tokens: int | None = Field(None, ge=1, le=1_000_000)
+
+
+class ImageUpload(Lenient):
+    image: str = Field(min_length=1, description="A data: URI with base64.")
+    id: str | None = Field(None, max_length=64, description="Checked against the id that the content has.")

@@ -1,0 +1,154 @@
+"""Runs the service: uvicorn with our caps, and a shutdown that lets running answers end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from types import FrameType
+from typing import Any, cast
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vlm.api.app import create_app
+from vlm.api.auth import check_exposure
+from vlm.api.errors import error_body
+from vlm.api.logs import configure
+from vlm.api.service import Service
+from vlm.config import ConfigError, ServeConfig
+from vlm.pipeline import Pipeline
+
+log = logging.getLogger("vlm.server")
+
+MAX_HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 20.0  # from the connection to the end of its first request's headers
+KEEP_ALIVE_S = 75
+CLOSE_S = 5  # for responses to reach their readers once all work has ended
+
+
+class CappedH11(H11Protocol):
+    """Caps the time until headers have come, and answers what isn't HTTP in our error shape."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(error_body(400, "invalid_http", "This is not a valid HTTP request.")).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            (b"x-should-retry", b"false"),
+        ]
+        with contextlib.suppress(h11.LocalProtocolError):
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """First signal: refuse new work, let running answers end within `drain_s`. Second: end at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._signals = 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        for server in self.servers:
+            for bound in server.sockets:
+                host, port = bound.getsockname()[:2]
+                log.info("listening", extra={"address": f"http://{host}:{port}"})
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._loop is None or not self.started:
+            self.should_exit = self.force_exit = True
+            if self._loop is not None and self._main is not None:
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        elif self._signals > 1:
+            self.should_exit = self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        self._draining = asyncio.create_task(self.drain())
+
+    async def drain(self) -> None:
+        admission = self._service.admission
+        admission.draining = True
+        log.info("draining", extra={"active": admission.num_active})
+        if not await admission.drained(self._service.config.drain_s):
+            log.warning("ending what still runs", extra={"active": admission.num_active})
+            await self._service.pipeline.engine.close()
+            await admission.drained(CLOSE_S)
+        self.should_exit = True
+
+
+def make_server(app: FastAPI, config: ServeConfig) -> DrainingServer:
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        http=CappedH11,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+    return DrainingServer(settings, cast(Service, app.state.service))
+
+
+def run(pipeline: Pipeline, config: ServeConfig, *, allow_public: bool = False) -> None:
+    """Serves until it is told to stop. Raises ConfigError before anything is started, and when the
+    address can't be used or the engine does not start."""
+    configure(config.log_format)
+    app = create_app(pipeline, config)
+    service = cast(Service, app.state.service)
+    if not allow_public:
+        check_exposure(config, service.keys)
+    server = make_server(app, config)
+    try:
+        server.run()
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return
+    except SystemExit:
+        raise ConfigError(f"can't listen on {config.host}:{config.port}") from None
+    if not server.started:
+        raise ConfigError("the server did not start; its own message is above")

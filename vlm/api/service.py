@@ -1,0 +1,59 @@
+"""What the routes share, made once by `vlm.api.app.create_app`."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import cast
+
+from fastapi import Request
+
+from vlm.api.admission import Admission
+from vlm.api.auth import Caller, KeyRing, RateLimiter
+from vlm.api.fetch import Fetcher
+from vlm.api.files import FileStore
+from vlm.api.image_store import ImageStore
+from vlm.api.metrics import Metrics
+from vlm.api.rates import StageRates
+from vlm.api.tracing import NoTraces, Traces
+from vlm.config import ServeConfig
+from vlm.pipeline import Pipeline
+
+
+@dataclass
+class Service:
+    pipeline: Pipeline
+    config: ServeConfig
+    keys: KeyRing
+    admission: Admission
+    metrics: Metrics
+    images: ImageStore
+    files: FileStore
+    fetcher: Fetcher
+    started_at: int  # Unix time
+    rates: StageRates = field(default_factory=StageRates)
+    limiter: RateLimiter = field(default_factory=RateLimiter)
+    traces: Traces = field(default_factory=NoTraces)
+    body_bytes: int = 0  # of all requests under way
+    # Bodies are parsed here: two at a time, so that many large ones can't crowd the event loop out.
+    parsers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+    )
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name or self.pipeline.spec.name
+
+    @property
+    def fingerprint(self) -> str:
+        spec = self.pipeline.spec
+        return "fp_" + hashlib.sha256(f"{spec.name}:{spec.revision}".encode()).hexdigest()[:12]
+
+
+def service_of(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+def caller_of(request: Request) -> Caller:
+    return cast(Caller, request.state.caller)
