@@ -1,0 +1,31 @@
+"""One way to talk to Redis: short timeouts, and a stated patience while it is away."""
+
+from __future__ import annotations
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+SOCKET_TIMEOUT_S = 2.0
+_MAX_PAUSE_S = 0.5
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
+    """A client that has not connected yet; safe to hand to a forked process.
+
+    patience_s: roughly how long a call tries again before it raises. Raises ValueError for another scheme.
+    """
+    if not url.startswith(SCHEMES):
+        raise ValueError(f"a Redis URL starts with one of {', '.join(SCHEMES)}")
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=SOCKET_TIMEOUT_S,
+        retry=Retry(
+            ExponentialBackoff(cap=_MAX_PAUSE_S, base=0.01),
+            retries=round(patience_s / _MAX_PAUSE_S),
+            supported_errors=(redis.ConnectionError, redis.TimeoutError),
+        ),
+        health_check_interval=0,
+    )
