@@ -43,50 +43,43 @@ class VisionGeometry:
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """What of a tower and its connector decides their FLOPs and bytes."""
+    """A SigLIP tower without its pooling head, and its connector: what decides their FLOPs and bytes."""
 
     geometry: VisionGeometry
     num_layers: int
     width: int
-    patch_params: int  # multiply every patch: blocks and the patch embedding
-    table_params: int = 0  # held, added and never multiplied: positions
-    connector_params: int = 0  # multiply every visual token
-    d_model: int = 0  # the decoder's width
+    intermediate: int  # width of the MLP's hidden layer
+    d_model: int  # the decoder's width
+    connector: Literal["pixel_shuffle", "average_pool", "mlp"] = "pixel_shuffle"
+    connector_intermediate: int = 0  # hidden width of the mlp connector
+    nominal_params: int = 0  # above 0: stands in for patch_params, as in "400M"
 
-    @classmethod
-    def of(
-        cls,
-        geometry: VisionGeometry,
-        num_layers: int,
-        width: int,
-        intermediate: int,
-        d_model: int,
-        connector: Literal["pixel_shuffle", "average_pool", "mlp"] = "pixel_shuffle",
-        connector_intermediate: int = 0,
-    ) -> TowerShape:
-        """A SigLIP tower without its pooling head, biases and norms counted, and one of our connectors."""
-        attention = 4 * (width * width + width)
-        mlp = 2 * width * intermediate + intermediate + width
-        block = attention + mlp + 4 * width  # two layer norms
-        patch_embedding = width * (3 * geometry.patch_size**2 + 1)
-        joined = width if connector == "average_pool" else width * geometry.reduction**2
-        if connector == "mlp":
-            connector_params = (joined + 1) * connector_intermediate + (connector_intermediate + 1) * d_model
-        else:
-            connector_params = joined * d_model + (d_model if connector == "average_pool" else 0)
-        return cls(
-            geometry=geometry,
-            num_layers=num_layers,
-            width=width,
-            patch_params=num_layers * block + patch_embedding + 2 * width,
-            table_params=geometry.patches_per_tile * width,
-            connector_params=connector_params,
-            d_model=d_model,
-        )
+    @property
+    def patch_params(self) -> int:
+        """Parameters that multiply every patch: blocks with biases and norms, and the patch embedding."""
+        if self.nominal_params:
+            return self.nominal_params
+        attention = 4 * (self.width * self.width + self.width)
+        mlp = 2 * self.width * self.intermediate + self.intermediate + self.width
+        norms = 4 * self.width
+        patch_embedding = self.width * (3 * self.geometry.patch_size**2 + 1)
+        return self.num_layers * (attention + mlp + norms) + patch_embedding + 2 * self.width
+
+    @property
+    def connector_params(self) -> int:
+        """Parameters that multiply every visual token."""
+        if self.connector == "average_pool":
+            return (self.width + 1) * self.d_model
+        joined = self.width * self.geometry.reduction**2
+        if self.connector == "mlp":
+            hidden = self.connector_intermediate
+            return (joined + 1) * hidden + (hidden + 1) * self.d_model
+        return joined * self.d_model
 
     @property
     def num_params(self) -> int:
-        return self.patch_params + self.table_params + self.connector_params
+        positions = self.geometry.patches_per_tile * self.width
+        return self.patch_params + positions + self.connector_params
 
     def flops(self, num_tiles: int) -> float:
         """2 P N + 4 L N^2 d per tile with bidirectional attention, and the connector's product."""

@@ -25,6 +25,7 @@ from llm.cost.parallel import (
     Parallel,
     device_kv_share,
     device_weight_bytes,
+    kv_capacity_bytes,
     max_batch,
     parallel_decode_time,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "inference_ledger",
     "kv_bytes",
     "kv_bytes_per_token",
+    "kv_capacity_bytes",
     "kv_copies",
     "kv_elements_per_layer",
     "kv_shards",

@@ -60,6 +60,18 @@ def device_kv_share(shape: DecoderShape, parallel: Parallel) -> float:
     return kv_share(shape, parallel.tensor) / (parallel.pipeline * parallel.expert)
 
 
+def kv_capacity_bytes(
+    shape: DecoderShape,
+    machine: Machine,
+    precision: Precision | None = None,
+    parallel: Parallel | None = None,
+) -> float:
+    """Bytes of cache, over all sequences, that a replica holds beside weights and workspace."""
+    precision, parallel = precision or Precision(), parallel or Parallel()
+    held = device_weight_bytes(shape, parallel, precision.weight_bytes) + machine.workspace_bytes
+    return max(0.0, machine.memory_bytes - held) / device_kv_share(shape, parallel)
+
+
 def max_batch(
     shape: DecoderShape,
     machine: Machine,

@@ -1,0 +1,144 @@
+"""Models and accelerators by name, and any Hugging Face directory or `config.json` by path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from encoder.config import EncoderConfig
+from encoder.geometry import TowerShape, VisionGeometry
+from llm.cost import CostError, DecoderShape, Machine
+from preprocess.tiling import Idefics3Tiling, tiling_from_json
+from preprocess.types import TilingRule
+from vlm.config import DEFAULT_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """What a plan needs to know of a model; no weights are read."""
+
+    name: str
+    title: str
+    decoder: DecoderShape
+    source: str
+    tower: TowerShape | None = None
+    tiling: TilingRule | None = None
+    directory: Path | None = None
+
+
+def _presets(file: str) -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = json.loads(
+        resources.files("vlm.plan").joinpath("presets", file).read_text()
+    )
+    return loaded
+
+
+def model_names() -> list[str]:
+    return list(_presets("models.json"))
+
+
+def machine_names() -> list[str]:
+    return [*_presets("machines.json"), "this"]
+
+
+def load_model(name: str) -> PlannedModel:
+    """A preset's name, 'default', a checkpoint directory, or a `config.json`.
+
+    Raises: CostError, if it is none of these or its sizes make no sense.
+    """
+    presets = _presets("models.json")
+    if name in presets:
+        return _from_preset(name, presets[name])
+    path = Path(DEFAULT_MODEL) if name == "default" else Path(name)
+    config_file = path / "config.json" if path.is_dir() else path
+    if not config_file.is_file():
+        raise CostError(
+            f"{name} is neither a preset nor a config.json; presets: default, {', '.join(presets)}"
+        )
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise CostError(f"{name} is not readable JSON") from None
+    if not isinstance(config, dict):
+        raise CostError(f"{name} is not a JSON object")
+    return _from_config(name, config, config_file.parent)
+
+
+def _from_preset(name: str, raw: Mapping[str, Any]) -> PlannedModel:
+    decoder = DecoderShape.from_config(raw["config"])
+    return PlannedModel(
+        name=name,
+        title=raw["title"],
+        decoder=decoder,
+        source=raw["source"],
+        tower=_tower_of_preset(raw["vision"], decoder.d_model) if "vision" in raw else None,
+        tiling=tiling_from_json(raw["tiling"]) if "tiling" in raw else None,
+    )
+
+
+def _tower_of_preset(vision: Mapping[str, Any], d_model: int) -> TowerShape:
+    return TowerShape(
+        geometry=VisionGeometry(vision["image_size"], vision["patch_size"], vision["reduction"]),
+        num_layers=vision["num_hidden_layers"],
+        width=vision["hidden_size"],
+        intermediate=vision["intermediate_size"],
+        d_model=d_model,
+        connector=vision["connector"],
+    )
+
+
+def tower_of(config: EncoderConfig) -> TowerShape:
+    """The cost side of an encoder's configuration."""
+    return TowerShape(
+        geometry=config.geometry,
+        num_layers=config.tower.num_layers,
+        width=config.tower.width,
+        intermediate=config.tower.intermediate,
+        d_model=config.connector.d_model,
+        connector=config.connector.kind,
+        connector_intermediate=config.connector.intermediate,
+    )
+
+
+def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedModel:
+    tower = tiling = None
+    if config.get("model_type") in ("smolvlm", "idefics3"):
+        tower = tower_of(EncoderConfig.from_hf(config))
+        for file in ("processor_config.json", "preprocessor_config.json"):
+            if tiling is None and (directory / file).is_file():
+                tiling = Idefics3Tiling.from_processor_config(json.loads((directory / file).read_text()))
+    title = "the model that ships with vlm" if name == "default" else name
+    return PlannedModel(
+        name=name,
+        title=title,
+        decoder=DecoderShape.from_config(config),
+        source="its config.json",
+        tower=tower,
+        tiling=tiling,
+        directory=directory,
+    )
+
+
+@cache
+def _this_machine() -> Machine:
+    from vlm.doctor import measure_machine  # imports torch
+
+    return measure_machine(quick=True)
+
+
+def load_machine(name: str) -> Machine:
+    """An accelerator's preset, or 'this': the machine at hand, measured now (a few seconds).
+
+    Raises: CostError, for another name.
+    """
+    if name == "this":
+        return _this_machine()
+    presets = _presets("machines.json")
+    if name not in presets:
+        raise CostError(f"{name} is not an accelerator preset; presets: {', '.join(machine_names())}")
+    return Machine(**presets[name])

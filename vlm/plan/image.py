@@ -1,0 +1,219 @@
+"""Lab 4: what an image costs, from tiling rule to concurrent conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from encoder.geometry import TowerShape, VisionGeometry
+from llm.cost import (
+    Bound,
+    CostError,
+    DecoderShape,
+    Machine,
+    Parallel,
+    Precision,
+    StepTime,
+    kv_bytes,
+    max_batch,
+    prefill_time,
+)
+from preprocess.types import Detail, TileGrid, TilingRule
+from vlm.plan.render import binary, count, gigabytes, grid, milliseconds, pairs, percent
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """One image of a request; exact, nothing is estimated."""
+
+    width: int
+    height: int
+    rows: int
+    cols: int
+    tiles: int
+    patch_tokens: int
+    visual_tokens: int
+    kv_bytes: int  # of the visual tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    images: int
+    tiles: int
+    patch_tokens: int
+    visual_tokens: int
+    text_tokens: int
+    prompt_tokens: int
+    preprocess_s: float  # on a CPU
+    encode_s: float
+    prefill_s: float
+    ttft_s: float
+    vision_share: float  # of TTFT: preprocessing and tower
+    warm_ttft_s: float  # the next question about the same images
+    text_ttft_s: float  # the same question without an image
+    kv_per_request_bytes: int
+    kv_visual_bytes: int
+    kv_text_bytes: int
+    visual_over_text: float  # KV of the images over KV of the text
+    conversations: int  # that fit on the accelerator
+    binds: Bound
+    per_image: tuple[ImageCost, ...] = ()
+
+
+def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
+    """The tower with a connector that joins `pooled` patches, a square number. Raises: CostError."""
+    side = round(pooled**0.5)
+    if side < 1 or side * side != pooled:
+        raise CostError("pooling joins a square of patches: 1, 4, 9, 16")
+    return replace(tower, geometry=replace(tower.geometry, reduction=side))
+
+
+def with_encoder(tower: TowerShape, image_size: int, patch_size: int) -> TowerShape:
+    """The tower at another tile and patch size, in pixels. Raises: CostError."""
+    if not 0 < patch_size <= image_size:
+        raise CostError("a patch is at least 1 pixel and at most a tile")
+    return replace(tower, geometry=VisionGeometry(image_size, patch_size, tower.geometry.reduction))
+
+
+def encode_time(
+    tower: TowerShape, machine: Machine, num_tiles: int, precision: Precision | None = None
+) -> StepTime:
+    """Tower and connector over `num_tiles` in one batch."""
+    precision = precision or Precision()
+    rate = machine.flops(precision.compute_bits) * machine.tower_efficiency
+    return StepTime(
+        compute_s=tower.flops(num_tiles) / rate,
+        bandwidth_s=machine.stream_seconds(tower.weight_bytes(precision.weight_bytes)),
+        overhead_s=machine.tower_overhead_s * tower.num_layers if num_tiles else 0.0,
+    )
+
+
+def cost_of_grid(
+    size: tuple[int, int],
+    tiles: TileGrid,
+    geometry: VisionGeometry,
+    decoder: DecoderShape,
+    kv_element_bytes: float = 2,
+) -> ImageCost:
+    visual = geometry.num_visual_tokens(tiles.num_tiles)
+    return ImageCost(
+        width=size[0],
+        height=size[1],
+        rows=tiles.rows,
+        cols=tiles.cols,
+        tiles=tiles.num_tiles,
+        patch_tokens=geometry.num_patches(tiles.num_tiles),
+        visual_tokens=visual,
+        kv_bytes=kv_bytes(decoder, visual, kv_element_bytes),
+    )
+
+
+def costs_of_images(
+    sizes: Sequence[tuple[int, int]],
+    rule: TilingRule,
+    tower: TowerShape,
+    decoder: DecoderShape,
+    detail: Detail = "auto",
+    kv_element_bytes: float = 2,
+) -> tuple[ImageCost, ...]:
+    """`sizes` are (width, height) after EXIF orientation, as the header probe gives them."""
+    return tuple(
+        cost_of_grid(size, rule.grid(*size, detail), tower.geometry, decoder, kv_element_bytes)
+        for size in sizes
+    )
+
+
+def plan_image(
+    decoder: DecoderShape,
+    tower: TowerShape,
+    machine: Machine,
+    tiles: Sequence[int],
+    text_tokens: int = 30,
+    precision: Precision | None = None,
+    marker_tokens: int = 0,
+    block_size: int = 1,
+    per_image: tuple[ImageCost, ...] = (),
+) -> ImagePlan:
+    """A request with one image per entry of `tiles`. The three stages are counted one after another.
+
+    `marker_tokens`: what the prompt's form adds around tiles. Text alone takes at least the weights' read.
+    """
+    precision = precision or Precision()
+    num_tiles = sum(tiles)
+    visual = tower.geometry.num_visual_tokens(num_tiles)
+    text = text_tokens + marker_tokens
+    prompt = visual + text
+    preprocess_s = num_tiles * machine.preprocess_s_per_tile
+    encode = encode_time(tower, machine, num_tiles, precision)
+    prefill = prefill_time(decoder, machine, prompt, 0, precision)
+    encode_s = encode.seconds if num_tiles else 0.0
+    ttft = preprocess_s + encode_s + prefill.seconds
+    fits = max_batch(decoder, machine, prompt, precision, Parallel(), block_size)
+    kv_visual = kv_bytes(decoder, visual, precision.kv_bytes)
+    kv_text = kv_bytes(decoder, text_tokens, precision.kv_bytes)
+    largest: Bound = "compute" if preprocess_s > max(encode_s, prefill.seconds) else prefill.binds
+    if encode_s > max(preprocess_s, prefill.seconds):
+        largest = encode.binds
+    return ImagePlan(
+        images=len(tiles),
+        tiles=num_tiles,
+        patch_tokens=tower.geometry.num_patches(num_tiles),
+        visual_tokens=visual,
+        text_tokens=text_tokens,
+        prompt_tokens=prompt,
+        preprocess_s=preprocess_s,
+        encode_s=encode_s,
+        prefill_s=prefill.seconds,
+        ttft_s=ttft,
+        vision_share=(preprocess_s + encode_s) / ttft,
+        warm_ttft_s=prefill_time(decoder, machine, prompt, prompt - text_tokens, precision).seconds,
+        text_ttft_s=prefill_time(decoder, machine, text_tokens, 0, precision).seconds,
+        kv_per_request_bytes=kv_bytes(decoder, prompt, precision.kv_bytes, block_size),
+        kv_visual_bytes=kv_visual,
+        kv_text_bytes=kv_text,
+        visual_over_text=kv_visual / kv_text,
+        conversations=fits,
+        binds="capacity" if not fits else largest,
+        per_image=per_image,
+    )
+
+
+def padding_waste(tiles: Sequence[int]) -> float:
+    """Share of the tower's work that is padding if every image of a batch is padded to the largest."""
+    return 1.0 - sum(tiles) / (max(tiles) * len(tiles))
+
+
+def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
+    rows = [
+        ("patch tokens", f"{plan.patch_tokens:,} ({plan.tiles} tiles, {plan.images} images)"),
+        ("visual tokens", f"{plan.visual_tokens:,}"),
+        ("prompt tokens", f"{plan.prompt_tokens:,}"),
+        ("TTFT", milliseconds(plan.ttft_s)),
+        ("  preprocess (CPU)", milliseconds(plan.preprocess_s)),
+        ("  vision tower", milliseconds(plan.encode_s)),
+        ("  prefill", milliseconds(plan.prefill_s)),
+        ("vision share of TTFT", percent(plan.vision_share)),
+        ("TTFT, next question", milliseconds(plan.warm_ttft_s)),
+        ("KV per request", f"{gigabytes(plan.kv_per_request_bytes)} ({binary(plan.kv_per_request_bytes)})"),
+        ("concurrent conversations", count(plan.conversations)),
+        (
+            "vs. text-only prompt",
+            f"{count(plan.visual_over_text)}x its KV, {plan.ttft_s / plan.text_ttft_s:.3g}x its TTFT",
+        ),
+        ("binds", plan.binds),
+    ]
+    assumed = "stages in sequence on an idle machine; a floor, not a measurement"
+    text = pairs(title, rows, [*notes, assumed])
+    if not plan.per_image:
+        return text
+    table = [
+        (
+            f"{c.width}x{c.height}",
+            f"{c.rows}x{c.cols}",
+            str(c.tiles),
+            f"{c.visual_tokens:,}",
+            f"{c.kv_bytes:,}",
+        )
+        for c in plan.per_image
+    ]
+    return text + "\n" + grid(("image", "grid", "tiles", "visual tokens", "KV bytes"), table)
