@@ -164,9 +164,9 @@ class Pipeline:
             text = prompt.num_tokens - prompt.num_image_tokens
             raise RequestError(
                 "context_length_exceeded",
-                f"This model's maximum context length is {self.spec.context_length} tokens. Your messages have "
-                f"{prompt.num_tokens} tokens ({text} of text, {prompt.num_image_tokens} of images), which leaves "
-                "no room for an answer.",
+                f"This model's maximum context length is {self.spec.context_length} tokens. Your messages "
+                f"have {prompt.num_tokens} tokens ({text} of text, {prompt.num_image_tokens} of images), "
+                "which leaves no room for an answer.",
                 "messages",
             )
         return replace(params, max_tokens=min(params.max_tokens, room))

@@ -71,7 +71,7 @@ class FrameSocket:
 
 
 def serve(connection: socket.socket, runner: EngineRunner) -> None:
-    """The child's loop: take what arrived, do one step, send what happened. Returns when the parent is gone."""
+    """The child's loop: take what arrived, do one step, send what happened. Ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     frames = FrameSocket(connection)
     frames.send({"op": "ready", "info": runner.info()})
@@ -113,10 +113,17 @@ class EngineProcess:
     """`EngineClient` over a child process; `command` gets `--fd N` appended."""
 
     def __init__(
-        self, command: list[str], *, start_timeout_s: float = 300.0, stall_timeout_s: float = 60.0
+        self,
+        command: list[str],
+        *,
+        start_timeout_s: float = 300.0,
+        silence_s: float = 10.0,
+        stall_timeout_s: float = 60.0,
     ) -> None:
+        """Silent for `silence_s`: not ready. Silent for `stall_timeout_s`: replaced. One step must fit."""
         self._command = command
         self._start_timeout_s = start_timeout_s
+        self._silence_s = silence_s
         self._stall_timeout_s = stall_timeout_s
         self._streams = StreamTable()
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -132,7 +139,7 @@ class EngineProcess:
     @property
     def ready(self) -> bool:
         """Forward progress: the child is up and was heard of lately."""
-        return self._up.is_set() and time.monotonic() - self._last_sign < max(5.0, 4 * HEARTBEAT_S)
+        return self._up.is_set() and time.monotonic() - self._last_sign < self._silence_s
 
     @property
     def pid(self) -> int | None:
