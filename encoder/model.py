@@ -8,12 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoder.config import EncoderConfig
+from encoder.config import EncoderConfig, TowerConfig
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
 # and holds its activations all at once.
-FORWARD_FLOPS_CPU = 4e9
+FORWARD_FLOPS_CPU = 2e9
 FORWARD_FLOPS_ACCELERATOR = 8e12
+
+
+def tiles_per_forward(config: TowerConfig, device: torch.device) -> int:
+    """At least one: large towers on a CPU take tiles one by one, small ones many at a time."""
+    budget = FORWARD_FLOPS_CPU if device.type == "cpu" else FORWARD_FLOPS_ACCELERATOR
+    return max(1, int(budget // config.flops_per_tile))
 
 
 class Encoder:
@@ -30,8 +36,7 @@ class Encoder:
         self.tiles_computed = 0  # every tile that went through the tower, padding included; there is none
         weight = next(tower.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        budget = FORWARD_FLOPS_CPU if self.device.type == "cpu" else FORWARD_FLOPS_ACCELERATOR
-        self.tiles_per_forward = max(1, int(budget // config.tower.flops_per_tile))
+        self.tiles_per_forward = tiles_per_forward(config.tower, self.device)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
