@@ -169,7 +169,7 @@ def test_one_new_image_asked_about_by_many_at_once_is_decoded_and_encoded_once()
             grid_tiles = prompt.image_tokens // pipeline.spec.geometry.tokens_per_tile
             assert Counting.calls == 1
             assert stats["encoder"]["tiles"] == grid_tiles
-            # The shared whole blocks are computed once; each request computes only what is left of its prompt.
+            # Whole shared blocks are computed once, the rest by each request.
             shared = (prompt.prompt_tokens - 1) // 16 * 16
             assert stats["engine"]["chunk_tokens"] == shared + 20 * (prompt.prompt_tokens - shared)
         finally:

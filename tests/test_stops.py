@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from fake_backend import ByteTokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(TEXT, STOPS, st.lists(st.integers(0, 30), max_size=10))
