@@ -5,6 +5,7 @@ Only safetensors are read and nothing from a checkpoint is executed.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from llm.config import ConfigError, DecoderConfig, read_decoder_config, read_jso
 from llm.decoder import DecoderWeights, LayerWeights
 
 BackendName = Literal["auto", "torch", "native"]
+
+logger = logging.getLogger(__name__)
 
 _TEXT_PREFIXES = ("model.text_model.", "model.")
 _OTHER_MODULES = ("model.vision_model.", "model.connector.")
@@ -192,10 +195,11 @@ def load_backend(
 ) -> Backend:
     """The decoder of a checkpoint directory, ready to execute plans.
 
-    Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend where
-    it can (CPU, float32, a C++ compiler), and torch with one warning where only the compiler is missing.
+    Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
+    that has AVX2 and a C++ compiler, else torch with one logged notice. On the native backend a 16-bit
+    `dtype` is how weights and KV are stored; arithmetic stays float32.
 
-    Raises ConfigError, WeightsError, or ValueError for bad arguments.
+    Raises ConfigError, WeightsError, NativeUnavailable, or ValueError for bad arguments.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
@@ -211,8 +215,38 @@ def load_backend(
         num_blocks = kv_bytes // kv_bytes_per_block(config, block_size, torch_dtype.itemsize)
     if num_blocks < 1 or block_size < 1:
         raise ValueError("the KV pool holds no block")
+    if backend == "native" or (backend == "auto" and _native_fits(device, block_size)):
+        from llm.backend.native import NativeBackend
+
+        weights = load_weights(directory, config)
+        if dtype == "float32":
+            return NativeBackend(config, weights, num_blocks=num_blocks, block_size=block_size)
+        return NativeBackend(
+            config,
+            weights,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            weight_storage=dtype,  # type: ignore[arg-type]
+            kv_storage=dtype,  # type: ignore[arg-type]
+        )
     weights = load_weights(directory, config, device=device, dtype=torch_dtype)
     return TorchBackend(config, weights, num_blocks=num_blocks, block_size=block_size)
+
+
+def _native_fits(device: str, block_size: int) -> bool:
+    """Compiles the native backend where this is a CPU it may run on; says once why it can't."""
+    if device != "cpu":
+        return False
+    from llm.backend.native_build import NativeUnavailable, load_library
+
+    try:
+        if block_size % 16:
+            raise NativeUnavailable("the native backend needs a block size that is a multiple of 16")
+        load_library()
+    except NativeUnavailable as reason:
+        logger.warning("%s; torch takes its place", reason)
+        return False
+    return True
 
 
 __all__ = ["Checkpoint", "ConfigError", "WeightsError", "load_backend", "load_weights"]

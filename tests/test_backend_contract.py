@@ -15,7 +15,7 @@ from llm.backend.base import Backend, StepItem, StepPlan, VisualSlice
 from llm.backend.ragged import PlanError
 from llm.load import BackendName, load_backend
 
-BACKENDS: tuple[BackendName, ...] = ("torch",)
+BACKENDS: tuple[BackendName, ...] = ("torch", "native")
 SHAPES = ("llama_group3_llama3_rope", "llama_yarn_odd_sizes", "qwen3_attention_bias", "mistral_sliding")
 NUM_BLOCKS = 24
 VOCAB = 160
