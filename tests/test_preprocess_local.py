@@ -1,0 +1,267 @@
+"""The local pool of decode processes: users.md D9, S1, S4, and what happens to a pool whose processes die."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile_images import many_scan_jpeg
+from PIL import Image
+
+from preprocess.limits import ImageLimits
+from preprocess.stage import PreprocessSpec, preprocess
+from preprocess.tiling import Idefics3Tiling
+from preprocess.types import ImageError
+from workers.preprocess_local import ByteBudget, LocalOptions, LocalPreprocess
+from workers.stages import DecodeLimits, StageUnavailable
+
+SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
+LIMITS = ImageLimits()
+
+
+def png(seed: int = 0, size: tuple[int, int] = (90, 60)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def slow_image() -> bytes:
+    """About a second of decoding."""
+    return many_scan_jpeg(4096, 500)
+
+
+def endless_image() -> bytes:
+    """Minutes of decoding."""
+    return many_scan_jpeg(4096, 60_000)
+
+
+@asynccontextmanager
+async def pool(options: LocalOptions | None = None) -> AsyncIterator[LocalPreprocess]:
+    stage = LocalPreprocess(options or LocalOptions(processes=1))
+    await stage.start()
+    try:
+        yield stage
+    finally:
+        pids = stage.pids
+        await stage.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_tiles_are_those_of_the_stage_function() -> None:
+    async def main() -> None:
+        async with pool(LocalOptions(processes=2)) as stage:
+            images = [png(seed, (30 + 40 * seed, 90)) for seed in range(6)]
+            calls = [stage.tiles(image, SPEC, LIMITS, deadline_s=60) for image in images]
+            for image, tiles in zip(images, await asyncio.gather(*calls), strict=True):
+                expected = preprocess(image, SPEC)
+                assert tiles.grid == expected.grid
+                assert np.array_equal(tiles.pixels, expected.pixels)
+
+    asyncio.run(main())
+
+
+def test_page_of_a_tiff_travels() -> None:
+    async def main() -> None:
+        out = io.BytesIO()
+        Image.new("RGB", (40, 40), "red").save(
+            out, "TIFF", save_all=True, append_images=[Image.new("L", (90, 30))]
+        )
+        async with pool() as stage:
+            tiles = await stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=60, page=1)
+            assert (tiles.pixels == 0).all()
+
+    asyncio.run(main())
+
+
+def test_d7_errors_come_back_typed_and_cost_no_process() -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            pids = stage.pids
+            for data, code in ((png()[:-500], "invalid_image"), (b"<svg/>", "unsupported_image_format")):
+                with pytest.raises(ImageError) as caught:
+                    await stage.tiles(data, SPEC, LIMITS, deadline_s=60)
+                assert caught.value.code == code
+            assert stage.pids == pids and stage.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_killed_process_is_replaced_and_its_image_tried_again() -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            (pid,) = stage.pids
+            task = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            before = cpu_s(pid)
+            await until(lambda: cpu_s(pid) > before + 0.1)
+            os.kill(pid, signal.SIGKILL)
+            assert (await task).pixels.shape[1:] == (32, 32, 3)
+            assert stage.restarts == 1 and stage.pids != [pid]
+
+    asyncio.run(main())
+
+
+def test_process_killed_while_idle_costs_nobody_an_answer() -> None:
+    async def main() -> None:
+        async with pool(LocalOptions(processes=2)) as stage:
+            for pid in stage.pids:
+                os.kill(pid, signal.SIGKILL)
+            calls = [stage.tiles(png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(4)]
+            assert len(await asyncio.gather(*calls)) == 4
+            assert len(stage.pids) == 2
+
+    asyncio.run(main())
+
+
+def test_frozen_process_is_replaced() -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            (pid,) = stage.pids
+            os.kill(pid, signal.SIGSTOP)
+            tiles = await stage.tiles(png(), SPEC, LIMITS, deadline_s=4)
+            assert np.array_equal(tiles.pixels, preprocess(png(), SPEC).pixels)
+            assert stage.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_d9_image_that_decodes_for_ever_ends_after_three_attempts() -> None:
+    async def main() -> None:
+        async with pool(LocalOptions(processes=1, limits=DecodeLimits(cpu_s=1))) as stage:
+            with pytest.raises(ImageError) as caught:
+                await stage.tiles(endless_image(), SPEC, LIMITS, deadline_s=100)
+            assert caught.value.code == "image_processing_failed"
+            assert stage.restarts == 3
+            assert (await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
+
+    asyncio.run(main())
+
+
+def test_d9_image_that_needs_too_much_memory_ends_after_three_attempts() -> None:
+    async def main() -> None:
+        out = io.BytesIO()
+        Image.new("RGB", (6000, 6000)).save(out, "PNG", compress_level=1)
+        async with pool(LocalOptions(processes=1, limits=DecodeLimits(memory_bytes=100 << 20))) as stage:
+            with pytest.raises(ImageError) as caught:
+                await stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=100)
+            assert caught.value.code == "image_processing_failed"
+            assert stage.restarts == 3
+
+    asyncio.run(main())
+
+
+def test_deadline_ends_the_wait_and_the_pool_recovers() -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            busy = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            await asyncio.sleep(0.05)
+            started = time.monotonic()
+            with pytest.raises(StageUnavailable) as caught:
+                await stage.tiles(png(), SPEC, LIMITS, deadline_s=0.1)
+            assert caught.value.code == "preprocessing_timeout"
+            assert time.monotonic() - started < 30
+            await busy
+            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            assert stage.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_s4_caller_who_leaves_frees_the_pool_without_a_restart() -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            (pid,) = stage.pids
+            gone = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            before = cpu_s(pid)
+            await until(lambda: cpu_s(pid) > before + 0.1)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            assert stage.restarts == 0 and stage.pids == [pid]
+
+    asyncio.run(main())
+
+
+def test_more_images_than_may_wait_are_refused_at_once() -> None:
+    async def main() -> None:
+        async with pool(LocalOptions(processes=1, max_waiting=2)) as stage:
+            calls = [stage.tiles(png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(3)]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            refused = [result for result in results if isinstance(result, StageUnavailable)]
+            assert [error.code for error in refused] == ["preprocessing_overloaded"]
+
+    asyncio.run(main())
+
+
+def test_s3_decoded_bytes_in_flight_stay_within_the_budget() -> None:
+    async def main() -> None:
+        budget = ByteBudget(100)
+        held = peak = 0
+
+        async def use(num_bytes: int) -> None:
+            nonlocal held, peak
+            async with budget.hold(num_bytes):
+                held += num_bytes
+                peak = max(peak, held)
+                await asyncio.sleep(0)
+                held -= num_bytes
+
+        tasks = [asyncio.create_task(use(size)) for size in (60, 60, 30, 100, 10, 90, 1) * 3]
+        await asyncio.sleep(0)
+        for task in tasks[3::5]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert 0 < peak <= 100
+        # whatever was cancelled, all of it is free again, and more than all of it is served alone
+        async with budget.hold(1_000):
+            pass
+
+    asyncio.run(main())
+
+
+def test_decode_process_never_loads_torch_and_starts_small() -> None:
+    code = (
+        "import sys, workers.decode_process, workers.preprocess_local;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'celery', 'redis')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+def test_s1_event_loop_stays_free_while_64_images_decode() -> None:
+    async def main() -> float:
+        images = [png(seed, (1500, 1000)) for seed in range(8)] * 8
+        async with pool(LocalOptions(processes=2)) as stage:
+            work = asyncio.gather(*(stage.tiles(image, SPEC, LIMITS, deadline_s=100) for image in images))
+            gaps = []
+            while not work.done():
+                started = time.monotonic()
+                await asyncio.sleep(0.002)
+                gaps.append(time.monotonic() - started)
+            await work
+        return sorted(gaps)[int(len(gaps) * 0.99)]
+
+    assert asyncio.run(main()) < 0.1

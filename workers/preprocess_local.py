@@ -1,0 +1,253 @@
+"""The local twin of the preprocess stage: a small pool of decode processes of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from preprocess.limits import ImageLimits
+from preprocess.probe import open_header
+from preprocess.stage import PreprocessSpec
+from preprocess.types import ImageError, Tiles
+from preprocess.wire import from_bytes
+from workers.messages import FRAME_HEADER, frame_sizes, pack_frame
+from workers.stages import (
+    MAX_ATTEMPTS,
+    DecodeLimits,
+    deadline_passed,
+    overloaded,
+    processing_failed,
+    unreachable,
+)
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_BYTES_PER_PIXEL = 4  # of a decoded image in memory
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    processes: int = 2
+    max_waiting: int = 512  # images
+    max_inflight_bytes: int = 2 << 30  # of decoded images, over all processes
+    limits: DecodeLimits = field(default_factory=DecodeLimits)
+
+
+class DecoderDied(Exception):
+    """The process ended, or said nothing for too long and was ended."""
+
+
+class LocalPreprocess:
+    """`PreprocessStage` over `python -m workers.decode_process` children, which never load torch."""
+
+    def __init__(self, options: LocalOptions | None = None) -> None:
+        self._options = options or LocalOptions()
+        self._budget = ByteBudget(self._options.max_inflight_bytes)
+        self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
+        self._processes: set[DecodeProcess] = set()
+        self._attempts: set[asyncio.Task[Any]] = set()
+        self._waiting = 0
+        self._closed = False
+        self.restarts = 0
+
+    @property
+    def pids(self) -> list[int]:
+        return sorted(process.pid for process in self._processes)
+
+    async def start(self) -> None:
+        """Starts the processes and waits until each has answered."""
+        for _ in range(self._options.processes):
+            self._spawn()
+        await asyncio.gather(*(process.ready() for process in self._processes))
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._attempts:
+            task.cancel()
+        await asyncio.gather(*self._attempts, return_exceptions=True)
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
+
+    async def tiles(
+        self, data: bytes, spec: PreprocessSpec, limits: ImageLimits, *, deadline_s: float, page: int = 0
+    ) -> Tiles:
+        header = open_header(data, limits, page)
+        if self._waiting >= self._options.max_waiting:
+            raise overloaded()
+        frame = {
+            "spec": spec.to_json(),
+            "limits": limits.to_json(),
+            "page": page,
+            "cpu_s": self._options.limits.cpu_within(deadline_s),
+        }
+        failures = 0
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._budget.hold(header.width * header.height * _BYTES_PER_PIXEL):
+                    while failures < MAX_ATTEMPTS:
+                        try:
+                            return await self._attempt(frame, data, hang_s=deadline_s / 2)
+                        except DecoderDied:
+                            failures += 1
+        except TimeoutError:
+            # a deadline that passed while nothing but the queue was slow is no fault of the image
+            if not failures:
+                raise deadline_passed() from None
+        finally:
+            self._waiting -= 1
+        raise processing_failed()
+
+    async def _attempt(self, frame: dict[str, Any], data: bytes, hang_s: float) -> Tiles:
+        """A caller who leaves does not stop the attempt: its own limits end it, and the process is kept."""
+        process = await self._idle.get()
+        task = asyncio.create_task(self._use(process, frame, data, hang_s))
+        self._attempts.add(task)
+        task.add_done_callback(self._forget_attempt)
+        reply, payload = await asyncio.shield(task)
+        if reply["op"] == "error":
+            raise ImageError(reply["code"], reply["message"])
+        return await asyncio.to_thread(from_bytes, payload)
+
+    def _forget_attempt(self, task: asyncio.Task[Any]) -> None:
+        self._attempts.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _use(
+        self, process: DecodeProcess, frame: dict[str, Any], data: bytes, hang_s: float
+    ) -> tuple[dict[str, Any], bytearray]:
+        up = False
+        try:
+            async with asyncio.timeout(hang_s):
+                await process.ready()
+                up = True
+                reply = await process.call(frame, data)
+        except (OSError, EOFError, ValueError, TimeoutError):
+            await self._replace(process)
+            raise (DecoderDied() if up else unreachable()) from None
+        self._idle.put_nowait(process)
+        return reply
+
+    async def _replace(self, process: DecodeProcess) -> None:
+        self._processes.discard(process)
+        await process.kill()
+        if not self._closed:
+            self.restarts += 1
+            self._spawn()
+
+    def _spawn(self) -> None:
+        process = DecodeProcess(self._options.limits.memory_bytes)
+        self._processes.add(process)
+        self._idle.put_nowait(process)
+
+
+class DecodeProcess:
+    """A child and the socket to it; its first frame says that it is up."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "workers.decode_process", "--fd", str(theirs.fileno())]
+            self._child = subprocess.Popen(
+                [*command, "--memory-bytes", str(memory_bytes)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_child_environment(),
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        self._starting = asyncio.Lock()
+        self._up = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def ready(self) -> None:
+        """Raises EOFError or OSError when the child can't start."""
+        async with self._starting:
+            if not self._up:
+                await self._receive()
+                self._up = True
+
+    async def call(self, frame: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytearray]:
+        """Raises OSError or EOFError when the child is gone, ValueError when it talks nonsense."""
+        loop = asyncio.get_running_loop()
+        for part in pack_frame(frame, data):
+            await loop.sock_sendall(self._socket, part)
+        return await self._receive()
+
+    async def kill(self) -> None:
+        self._socket.close()
+        self._child.kill()
+        await asyncio.to_thread(self._child.wait)
+
+    async def _receive(self) -> tuple[dict[str, Any], bytearray]:
+        json_bytes, payload_bytes = frame_sizes(await self._read(FRAME_HEADER.size))
+        header = json.loads(await self._read(json_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("a frame's header is an object")
+        return header, await self._read(payload_bytes)
+
+    async def _read(self, count: int) -> bytearray:
+        loop = asyncio.get_running_loop()
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            received = await loop.sock_recv_into(self._socket, view)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return buffer
+
+
+class ByteBudget:
+    """A bound on bytes held at once; whoever asks first is served first, a request above it alone."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._free = total_bytes
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        num_bytes = min(num_bytes, self._total)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (num_bytes, granted)
+        self._queue.append(entry)
+        self._grant()
+        try:
+            await granted
+            yield
+        finally:
+            if granted.done() and not granted.cancelled():
+                self._free += num_bytes
+            else:
+                self._queue.remove(entry)
+            self._grant()
+
+    def _grant(self) -> None:
+        while self._queue:
+            num_bytes, granted = self._queue[0]
+            # the owner of a cancelled entry is about to remove it and to ask again
+            if granted.cancelled() or num_bytes > self._free:
+                return
+            self._queue.popleft()
+            self._free -= num_bytes
+            granted.set_result(None)
+
+
+def _child_environment() -> dict[str, str]:
+    """One thread, and our packages importable wherever the parent found them."""
+    path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
