@@ -32,6 +32,10 @@ def unlimit_cpu() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
+def _under(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
 def _address_space_bytes() -> int:
     try:
         with open("/proc/self/statm") as file:

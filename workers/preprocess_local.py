@@ -36,7 +36,6 @@ _BYTES_PER_PIXEL = 4  # of a decoded image in memory
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    processes: int = 2
     max_waiting: int = 512  # images
     max_inflight_bytes: int = 2 << 30  # of decoded images, over all processes
     limits: DecodeLimits = field(default_factory=DecodeLimits)
@@ -49,7 +48,8 @@ class DecoderDied(Exception):
 class LocalPreprocess:
     """`PreprocessStage` over `python -m workers.decode_process` children, which never load torch."""
 
-    def __init__(self, options: LocalOptions | None = None) -> None:
+    def __init__(self, processes: int = 2, options: LocalOptions | None = None) -> None:
+        self._num_processes = processes
         self._options = options or LocalOptions()
         self._budget = ByteBudget(self._options.max_inflight_bytes)
         self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
@@ -65,7 +65,7 @@ class LocalPreprocess:
 
     async def start(self) -> None:
         """Starts the processes and waits until each has answered."""
-        for _ in range(self._options.processes):
+        for _ in range(self._num_processes):
             self._spawn()
         await asyncio.gather(*(process.ready() for process in self._processes))
 
@@ -193,7 +193,7 @@ class DecodeProcess:
         await asyncio.to_thread(self._child.wait)
 
     async def _receive(self) -> tuple[dict[str, Any], bytearray]:
-        json_bytes, payload_bytes = frame_sizes(await self._read(FRAME_HEADER.size))
+        json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
         header = json.loads(await self._read(json_bytes))
         if not isinstance(header, dict):
             raise ValueError("a frame's header is an object")

@@ -15,7 +15,7 @@ MAX_ATTEMPTS = 3
 
 
 class StageUnavailable(Exception):
-    """The service could not do the work in time; the image may be fine. `message` is safe to show a client."""
+    """The service could not do the work in time; the image may be fine. `message` is safe for clients."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
