@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from encoder.geometry import VisionGeometry
+from encoder.geometry import TowerShape, VisionGeometry
 
 Activation = Literal["gelu", "gelu_tanh"]
 ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
@@ -66,18 +66,6 @@ class TowerConfig:
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
-    @property
-    def num_matmul_params(self) -> int:
-        """Weights that every patch is multiplied with: patch embedding, attention and MLP, without biases."""
-        per_block = 4 * self.width**2 + 2 * self.width * self.intermediate
-        return self.num_layers * per_block + 3 * self.patch_size**2 * self.width
-
-    @property
-    def flops_per_tile(self) -> int:
-        """Matrix-product FLOPs of one tile: 2 per weight and patch, 4 * width per layer and patch pair."""
-        attention = 4 * self.num_layers * self.num_patches**2 * self.width
-        return 2 * self.num_matmul_params * self.num_patches + attention
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
@@ -123,6 +111,19 @@ class EncoderConfig:
     @property
     def geometry(self) -> VisionGeometry:
         return VisionGeometry(self.tower.image_size, self.tower.patch_size, self.connector.reduction)
+
+    @property
+    def shape(self) -> TowerShape:
+        """What its FLOPs and bytes follow from."""
+        return TowerShape(
+            geometry=self.geometry,
+            num_layers=self.tower.num_layers,
+            width=self.tower.width,
+            intermediate=self.tower.intermediate,
+            d_model=self.connector.d_model,
+            connector=self.connector.kind,
+            connector_intermediate=self.connector.intermediate,
+        )
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], processor: Mapping[str, Any] | None = None) -> EncoderConfig:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoder.config import EncoderConfig, TowerConfig
+from encoder.config import EncoderConfig
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
 # and holds its activations all at once.
@@ -16,10 +16,10 @@ FORWARD_FLOPS_CPU = 2e9
 FORWARD_FLOPS_ACCELERATOR = 8e12
 
 
-def tiles_per_forward(config: TowerConfig, device: torch.device) -> int:
+def tiles_per_forward(config: EncoderConfig, device: torch.device) -> int:
     """At least one: large towers on a CPU take tiles one by one, small ones many at a time."""
     budget = FORWARD_FLOPS_CPU if device.type == "cpu" else FORWARD_FLOPS_ACCELERATOR
-    return max(1, int(budget // config.flops_per_tile))
+    return max(1, int(budget // config.shape.flops(1)))
 
 
 class Encoder:
@@ -36,7 +36,7 @@ class Encoder:
         self.tiles_computed = 0  # every tile that went through the tower, padding included; there is none
         weight = next(tower.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.tiles_per_forward = tiles_per_forward(config.tower, self.device)
+        self.tiles_per_forward = tiles_per_forward(config, self.device)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:

@@ -82,7 +82,8 @@ def test_non_contiguous_tiles_are_what_they_look_like() -> None:
 
 
 def test_large_towers_take_one_tile_at_a_time_and_small_ones_many() -> None:
-    small, large = small_encoder().config.tower, open_clip_tower("ViT-SO400M-14-SigLIP-384")
+    small = small_encoder().config
+    large = EncoderConfig(open_clip_tower("ViT-SO400M-14-SigLIP-384"), small.connector)
     assert tiles_per_forward(small, torch.device("cpu")) > 8
     assert tiles_per_forward(large, torch.device("cpu")) == 1
     assert tiles_per_forward(large, torch.device("cuda")) > 8

@@ -3,7 +3,8 @@ import pytest
 import timm
 import torch
 
-from encoder.config import EncoderConfigError, TowerConfig
+from encoder.config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
+from encoder.connector import build_connector
 from encoder.openclip import open_clip_names, open_clip_tower
 from encoder.tower import Tower, gelu
 
@@ -125,11 +126,17 @@ def test_training_takes_the_differentiable_path() -> None:
     assert x.grad is not None
 
 
-def test_flops_follow_from_the_parameters() -> None:
+def test_cost_shape_counts_the_parameters_that_exist() -> None:
     """The articles' figure: 2 * P * tokens + 4 * L * tokens^2 * d, with P about 0.4 G for SO400M."""
-    config = open_clip_tower("ViT-SO400M-14-SigLIP-384")
+    config = EncoderConfig(
+        open_clip_tower("ViT-SO400M-14-SigLIP-384"), ConnectorConfig("average_pool", 2, 64)
+    )
     with torch.device("meta"):
-        tower = Tower(config)
-    matrices = sum(weight.numel() for name, weight in tower.named_parameters() if weight.dim() > 1)
-    assert config.num_matmul_params == matrices - tower.pos_embed.numel()
-    assert config.flops_per_tile == 2 * config.num_matmul_params * 729 + 4 * 27 * 729**2 * 1152
+        tower = Tower(config.tower)
+        connector = build_connector(config.connector, config.tower)
+    on_patches = sum(weight.numel() for name, weight in tower.named_parameters() if name != "pos_embed")
+    on_tokens = sum(weight.numel() for weight in connector.parameters())
+    assert config.shape.patch_params == on_patches
+    assert config.shape.connector_params == on_tokens
+    attention = 4 * 27 * 729**2 * 1152
+    assert config.shape.flops(1) == 2 * on_patches * 729 + attention + 2 * on_tokens * 196
