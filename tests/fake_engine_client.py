@@ -6,10 +6,12 @@ The model's own spec (tokenizer, template, tiling, costs) is real, so prompts an
 from __future__ import annotations
 
 import asyncio
+import base64
 import codecs
 import contextlib
 import io
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,6 +114,7 @@ class FakeEngine:
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:
         keys = list(dict.fromkeys(span.key for span in request.prompt.spans))
+        wanted, started = self.num_wants, time.monotonic()
         for key in keys:
             if key not in self.tiles and key not in self.failures:
                 self.num_wants += 1
@@ -122,6 +125,7 @@ class FakeEngine:
                 yield Failed(request.id, *(failed or self._death))
                 return
             await asyncio.sleep(0.002)
+        encode_ms = 0.0 if wanted == self.num_wants else (time.monotonic() - started) * 1e3 + 1.0
         cached = self._cached_tokens(request)
         text = self.answer if self.answer is not None else self._default_answer(keys)
         assert self.spec is not None
@@ -134,14 +138,9 @@ class FakeEngine:
                 yield replace(died, request_id=request.id) if died else Failed(request.id, *self.fail_with)  # type: ignore[misc]
                 return
             logprobs = self._logprobs(request, token_id)
+            data = self.spec.tokenizer.token_bytes(token_id)
             for choice, decoder in enumerate(decoders):
-                yield Delta(
-                    request.id,
-                    choice,
-                    (token_id,),
-                    decoder.decode(self.spec.tokenizer.token_bytes(token_id)),
-                    logprobs,
-                )
+                yield Delta(request.id, choice, (token_id,), decoder.decode(data), logprobs)
         if died := await self._pause():
             yield replace(died, request_id=request.id)
             return
@@ -152,7 +151,7 @@ class FakeEngine:
         reason = "length" if len(ids) > limit else "stop"
         for choice in range(request.params.n):
             last = choice == request.params.n - 1
-            timings = Timings(encode_ms=1.0, prefill_ms=2.0, ttft_ms=3.0, total_ms=4.0)
+            timings = Timings(encode_ms=encode_ms, prefill_ms=2.0, ttft_ms=3.0, total_ms=4.0)
             yield Finished(request.id, choice, reason, used if last else None, timings if last else None)  # type: ignore[arg-type]
 
     def _default_answer(self, keys: list[VisualKey]) -> str:
@@ -255,3 +254,24 @@ def png(width: int = 64, height: int = 48, color: tuple[int, int, int] = (200, 3
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), color).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def data_uri(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def image_part(data: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_uri(data), **more}}
+
+
+def ask(*content: Any, **settings: Any) -> dict[str, Any]:
+    """A chat request's body: images are bytes or parts, texts are strings."""
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else image_part(part)
+        if isinstance(part, bytes)
+        else part
+        for part in content
+    ]
+    return {"messages": [{"role": "user", "content": parts}], **settings}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -98,7 +99,8 @@ def from_exception(error: Exception) -> ApiError:
 
 
 # Names that pydantic puts into a location but clients never wrote.
-_UNION_TAGS = {"body", "string", "parts", "query", "path"}
+_NOT_FIELDS = {"body", "query", "path", "string", "parts", "str", "int", "float", "bool"}
+_FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def _param(location: tuple[Any, ...]) -> str | None:
@@ -106,7 +108,7 @@ def _param(location: tuple[Any, ...]) -> str | None:
     for part in location:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in _UNION_TAGS and not part.startswith(("list[", "function-")):
+        elif part not in _NOT_FIELDS and _FIELD.fullmatch(part):
             text += f".{part}" if text else part
     return text[:200] or None
 
