@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from llm.engine_config import EngineConfig
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
@@ -21,15 +22,17 @@ from workers.stages import PreprocessStage
 MEBIBYTE = 1 << 20
 
 
-def build_runner(options: EngineOptions) -> EngineRunner:
-    """Loads weights and builds encoder, cache, batcher and engine. Imports torch."""
+def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None) -> EngineRunner:
+    """Loads weights and builds encoder, cache, batcher and engine. Imports torch.
+
+    `scheduling` replaces the engine settings that `options` would give.
+    """
     import torch
 
     from encoder.batcher import TileBatcher
     from encoder.cache import VisualCache
     from encoder.load import load_encoder
     from llm.engine import Engine
-    from llm.engine_config import EngineConfig
     from llm.load import load_backend
     from llm.tokenizer import Tokenizer
     from llm.visuals import VisualSource
@@ -55,8 +58,9 @@ def build_runner(options: EngineOptions) -> EngineRunner:
         max_tiles=options.max_tiles_per_step,
     )
 
+    config = scheduling or EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
+
     def make_engine(visuals: VisualSource) -> Engine:
-        config = EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
         return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids)
 
     about = {

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from llm.engine import Engine
-
 from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
+from llm.engine import Engine
 from llm.request import Event, Failed, Finished, Priority, Request, VisualKey, WantVisual
 from llm.visuals import VisualSource
 from preprocess.wire import from_bytes

@@ -15,7 +15,7 @@ NAMES = ("engine", "encoder", "preprocess", "serve", "caption", "cluster", "plan
 
 def bench_command(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(NAMES)}.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, not a figure to quote.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
 ) -> None:
     """Measure this installation beside its peers and its machine's limits.

@@ -1,0 +1,166 @@
+"""`vlm bench engine`: what scheduling, caching and batching bring, on the default model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from llm.engine_config import EngineConfig
+from llm.request import Prompt, Request, SamplingParams
+from vlm.bench.load import Driver, document, image_request, scheduled_requests
+from vlm.bench.report import report, result, spread
+from vlm.build import build_runner
+from vlm.config import EngineOptions
+from vlm.prompt import Message
+from vlm.spec import ModelSpec
+
+OPTIONS = EngineOptions(kv_cache_mb=256)
+QUESTIONS = ("What is in the image?", "How many shapes are there?", "Read the text.", "Describe the image.")
+
+
+def slot_use(spec: ModelSpec, count: int) -> dict[str, Any]:
+    """Sequences computed over slots offered, from the engine's own counters, eight slots.
+
+    Whole prompts in one step: a chunked prompt would hold its slot for many steps, in both ways alike.
+    """
+    results = {}
+    throughput = EngineConfig(max_running=8, step_stretch=None, max_step_tokens=4096, prefix_cache=False)
+    for batching in ("static", "continuous"):
+        runner = build_runner(OPTIONS, replace(throughput, batching=batching))
+        driver = Driver(spec, runner)
+        for request in scheduled_requests(spec, count):
+            driver.submit(request)
+        started = time.process_time()
+        driver.run()
+        stats = runner.engine.stats()
+        results[f"slot_use_{batching}"] = result(
+            stats.slot_use,
+            "fraction",
+            model=spec.name,
+            requests=count,
+            slots=8,
+            steps=stats.steps,
+            generated_tokens=stats.generated_tokens,
+            cpu_s=round(time.process_time() - started, 1),
+        )
+    return results
+
+
+def stalls(spec: ModelSpec, rounds: int) -> dict[str, Any]:
+    """Longest gap over the median gap of eight streams while a 2,000-token prompt arrives."""
+    whole = EngineConfig(max_running=16, max_step_tokens=4096, step_stretch=None, prefix_cache=False)
+    chunked = EngineConfig(max_running=16, prefix_cache=False)
+    prompt_tokens = min(2000, spec.context_length - 8)
+    results = {}
+    for name, config in (("chunked", chunked), ("unchunked", whole)):
+        runner = build_runner(OPTIONS, config)
+        ratios = []
+        for number in range(rounds):
+            driver = Driver(spec, runner)
+            for i in range(8):
+                ids = tuple((number + 7 * i + j) % spec.decoder.vocab_size for j in range(64))
+                driver.submit(
+                    Request(f"{number}-{i}", Prompt(ids), SamplingParams(max_tokens=400, ignore_eos=True))
+                )
+            long_ids = tuple((number + 3 * j) % spec.decoder.vocab_size for j in range(prompt_tokens))
+            long = Request(f"{number}-long", Prompt(long_ids), SamplingParams(max_tokens=4))
+
+            def arrive(step: int, driver: Driver = driver, long: Request = long) -> None:
+                if step == 100:
+                    driver.submit(long)
+
+            driver.run(arrive)
+            streams = [driver.traces[f"{number}-{i}"] for i in range(8)]
+            gaps = [gap for trace in streams for gap in trace.gaps_s[5:]]
+            ratios.append(max(gaps) / statistics.median(gaps))
+        results[f"itl_max_over_p50_{name}"] = result(
+            statistics.median(ratios),
+            "ratio",
+            model=spec.name,
+            batch=8,
+            arriving_prompt_tokens=prompt_tokens,
+            spread=spread(ratios),
+        )
+    return results
+
+
+def first_tokens(spec: ModelSpec, rounds: int) -> dict[str, Any]:
+    """Time to the first token: a new image, the same image again, and the question without an image."""
+    runner = build_runner(OPTIONS)
+    params = SamplingParams(max_tokens=8)
+    times: dict[str, list[float]] = {"cold": [], "warm": [], "text": []}
+    tiles = 0
+    for number in range(rounds + 1):
+        driver = Driver(spec, runner)
+        data = document(1000 + number, "receipt")
+        for kind, question in (("cold", QUESTIONS[0]), ("warm", QUESTIONS[1]), ("text", QUESTIONS[2])):
+            name = f"{kind}{number}"
+            if kind == "text":
+                builder = spec.prompt_builder
+                driver.submit(Request(name, builder.build([Message("user", (question,))]), params))
+            else:
+                asked = image_request(spec, name, [data], question, params)
+                tiles = asked.request.prompt.num_image_tokens // spec.geometry.tokens_per_tile
+                driver.submit(asked.request, asked.images)
+            driver.run()
+            if number:  # the first round loads and compiles
+                times[kind].append(driver.traces[name].ttft_s)
+    about = {"model": spec.name, "dtype": "float32", "threads": OPTIONS.threads, "batch": 1, "tiles": tiles}
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    results = {
+        f"ttft_{kind}_ms": result(
+            1e3 * medians[kind], "ms", **about, spread=spread([1e3 * v for v in values])
+        )
+        for kind, values in times.items()
+    }
+    results["cold_over_warm_ttft"] = result(medians["cold"] / medians["warm"], "ratio", **about)
+    results["warm_over_text_ttft"] = result(medians["warm"] / medians["text"], "ratio", **about)
+    return results
+
+
+def batching(spec: ModelSpec, rounds: int) -> dict[str, Any]:
+    """Tokens per CPU-second over 16 mixed image requests, beside transformers' padded batch of 16."""
+    from vlm.bench.opponents import TransformersVlm
+
+    images = [document(i, ("shapes", "sign", "receipt", "label")[i % 4]) for i in range(16)]
+    questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(16)]
+    lengths = [20 + 12 * (i % 8) for i in range(16)]
+    opponent = TransformersVlm(spec.directory, threads=OPTIONS.threads)
+    ratios, ours, theirs = [], [], []
+    for number in range(rounds + 1):
+        runner = build_runner(OPTIONS)
+        driver = Driver(spec, runner)
+        started = time.process_time()
+        for i in range(16):
+            params = SamplingParams(max_tokens=lengths[i], ignore_eos=True)
+            asked = image_request(spec, f"b{number}-{i}", [images[i]], questions[i], params)
+            driver.submit(asked.request, asked.images)
+        driver.run()
+        mine = sum(lengths) / (time.process_time() - started)
+        started = time.process_time()
+        opponent.generate_batch(images, questions, lengths)
+        other = sum(lengths) / (time.process_time() - started)
+        if number:
+            ours.append(mine)
+            theirs.append(other)
+            ratios.append(mine / other)
+    about = {"model": spec.name, "dtype": "float32", "threads": OPTIONS.threads, "batch": 16}
+    return {
+        "batching_over_transformers_16": result(
+            statistics.median(ratios), "ratio", **about, context="image prompts", spread=spread(ratios)
+        ),
+        "tokens_per_cpu_s_16": result(statistics.median(ours), "tokens/CPU-s", **about),
+        "transformers_tokens_per_cpu_s_16": result(statistics.median(theirs), "tokens/CPU-s", **about),
+    }
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    spec = ModelSpec.load(OPTIONS.model)
+    results: dict[str, Any] = {}
+    results |= slot_use(spec, 64 if quick else 512)
+    results |= stalls(spec, 1 if quick else 5)
+    results |= first_tokens(spec, 5 if quick else 30)
+    results |= batching(spec, 1 if quick else 5)
+    return report("engine", results)
