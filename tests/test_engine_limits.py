@@ -1,4 +1,4 @@
-"""What can never fit is refused with its numbers; who waits, waits a bounded time; who leaves, leaves nothing."""
+"""What never fits is refused with its numbers; every wait is bounded; who leaves, leaves nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_request_that_can_never_fit_in_the_pool_is_refused_with_its_numbers() 
     error = refusal(Harness(num_blocks=5), [1] * 4, ("A", 9), max_tokens=8)
     assert error.code == "kv_capacity_exceeded"
     assert error.message == (
-        "4 text tokens + 9 image tokens + 8 to generate, 1 sequence(s), need 6 KV blocks of 4 tokens; there are 5"
+        "4 text tokens + 9 image tokens + 8 to generate, 1 sequence(s), "
+        "need 6 KV blocks of 4 tokens; there are 5"
     )
 
 
@@ -98,7 +99,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
 
 
 def test_an_unknown_setting_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown engine settings: max_runing; known: .*max_running"):
+    with pytest.raises(ValueError, match=r"unknown engine settings: max_runing; known: .*max_running"):
         EngineConfig.from_dict({"max_runing": 3})
 
 
