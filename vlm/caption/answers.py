@@ -107,7 +107,9 @@ class Answerer:
             return error_row(ref, context, result.code, result.message)
         text, finished = result
         assert finished.usage is not None and finished.timings is not None
-        return page_row(ref, context, image_sha256, text, finished.reason, finished.usage, finished.timings)
+        return page_row(
+            ref, context, image_sha256, text.strip(), finished.reason, finished.usage, finished.timings
+        )
 
     async def _attempt(
         self, messages: Sequence[ChatMessage], params: SamplingParams

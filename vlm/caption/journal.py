@@ -77,7 +77,8 @@ class Journal:
 
     def _repair_tail(self, offset: int, line: bytes, row: Row | None) -> int:
         """A line without its end: complete it if only the line feed is missing, else cut it off."""
-        if row is None and offset == 0 and not line.startswith(b'{"id":"'[: len(line)]) and line.strip(b"\0"):
+        torn = line.rstrip(b"\0")  # a crash of the machine may leave zeros
+        if row is None and offset == 0 and not torn.startswith(b'{"id":"'[: len(torn)]):
             raise NotAnOutput(f"{self.path} exists and is not an output of this command")
         if row is None:
             os.ftruncate(self._fd, offset)

@@ -58,20 +58,16 @@ async def _lines(stats: RunStats) -> None:
 async def _bar(stats: RunStats) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[line]}"),
-    )
+    numbers = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), BarColumn(bar_width=12), TimeElapsedColumn(), numbers)
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("pages", total=None, line="")
+        task = bar.add_task("pages", total=None, line=progress_line(stats))
         while True:
             total = stats.sources_found or None
-            bar.update(
-                task, total=total, completed=stats.sources_done, line=progress_line(stats), refresh=True
-            )
+            bar.update(task, total=total, completed=stats.sources_done, line=progress_line(stats))
+            bar.refresh()
             await asyncio.sleep(_REDRAW_S)
 
 

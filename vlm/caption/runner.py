@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from vlm.caption.answers import Answerer
 from vlm.caption.documents import Document, DocumentReader, UnreadableFile
 from vlm.caption.inputs import Source
 from vlm.caption.journal import Journal
-from vlm.caption.lines import BadLine, iterate_lines, parse_line, to_chat
+from vlm.caption.lines import BadLine, BatchLine, iterate_lines, parse_line, to_chat
 from vlm.caption.presets import Question, length_prefixed_digest
 from vlm.caption.rows import PageRef, Row, RowContext, error_row
 from vlm.caption.stats import RunStats
@@ -91,6 +93,7 @@ class CaptionRun:
 
     async def run(self, sources: Iterator[Source]) -> RunStats:
         """Returns when every page has its durable row, or after `stop`. Raises OSError and `EngineGone`."""
+        self.stats.started = time.monotonic()
         try:
             async with asyncio.TaskGroup() as pages:
                 while not self.stopping:
@@ -155,7 +158,7 @@ class CaptionRun:
     async def _feed_line(self, pages: asyncio.TaskGroup, path: str, number: int, line: bytes) -> None:
         digest = hashlib.sha256(line.strip()).hexdigest()
         try:
-            parsed = await asyncio.to_thread(parse_line, line)
+            parsed, body_digest = await asyncio.to_thread(_parse, line)
         except BadLine as error:
             ref = PageRef(path, number, 0, digest, error.custom_id)
             await self._write_error(ref, self._line_context, error.code, error.message)
@@ -163,7 +166,7 @@ class CaptionRun:
 
         async def load() -> tuple[str, list[ChatMessage], SamplingParams]:
             messages, params = await asyncio.to_thread(to_chat, parsed, default_max_tokens=BATCH_LINE_TOKENS)
-            return digest, messages, params
+            return body_digest, messages, params
 
         ref = PageRef(path, number, 0, digest, parsed.custom_id)
         await self._start(pages, ref, self._line_context, 2 * len(line), load)
@@ -229,3 +232,9 @@ class CaptionRun:
             self.stats.keep(state)
         else:
             self.stats.add(await self._append(error_row(ref, context, code, message)))
+
+
+def _parse(line: bytes) -> tuple[BatchLine, str]:
+    """A line, and what equal work is recognised by: the body alone. Raises `BadLine`."""
+    parsed = parse_line(line)
+    return parsed, hashlib.sha256(json.dumps(parsed.body, sort_keys=True).encode()).hexdigest()

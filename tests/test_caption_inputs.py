@@ -1,0 +1,102 @@
+"""Which files a command line names, in which order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm.caption.inputs import InputError, Skipped, Source, check_arguments, find_sources, natural_key
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("scans/p10.png", "scans/p9.png", "scans/P1.JPG", "scans/sub/a.pdf", "scans/notes.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for name in ("scans/.hidden.png", "scans/photo.heic", "scans/rows.jsonl", "other.tiff"):
+        Path(name).touch()
+    return tmp_path
+
+
+def paths(*arguments: str) -> list[str]:
+    return [source.path for source in find_sources(arguments)]
+
+
+def test_a_folder_is_walked_in_natural_order(folder: Path) -> None:
+    skipped = Skipped()
+    found = [source.path for source in find_sources(["scans/"], skipped)]
+    assert found == ["scans/P1.JPG", "scans/p9.png", "scans/p10.png", "scans/photo.heic", "scans/sub/a.pdf"]
+    assert skipped.num_files == 2 and skipped.examples == ["scans/notes.txt", "scans/rows.jsonl"]
+
+
+def test_arguments_keep_their_order_and_paths_their_form(folder: Path) -> None:
+    assert paths("other.tiff", "scans/sub", "./scans//p9.png") == [
+        "other.tiff",
+        "scans/sub/a.pdf",
+        "scans/p9.png",
+    ]
+    absolute = str(folder / "other.tiff")
+    assert paths(absolute) == [absolute]
+
+
+def test_globs_are_expanded_where_the_shell_did_not(folder: Path) -> None:
+    assert paths("scans/p*.png") == ["scans/p9.png", "scans/p10.png"]
+    assert paths("scans/**/*.pdf") == ["scans/sub/a.pdf"]
+    assert paths("sc*") == paths("scans")
+    Path("odd[1].png").touch()
+    assert paths("odd[1].png") == ["odd[1].png"]
+
+
+def test_a_list_file_names_anything(folder: Path) -> None:
+    Path("list.txt").write_text("other.tiff\n\nscans/sub\nscans/p?.png\nnot there.png\n")
+    assert paths("@list.txt") == ["other.tiff", "scans/sub/a.pdf", "scans/p9.png", "not there.png"]
+    Path("@list.txt").touch()
+    assert paths("@list.txt") == ["@list.txt"]
+
+
+def test_a_batch_file_is_one_when_it_is_named(folder: Path) -> None:
+    assert list(find_sources(["scans/rows.jsonl"])) == [Source("scans/rows.jsonl", is_batch=True)]
+
+
+def test_loops_of_links_end(folder: Path) -> None:
+    os.symlink("..", "scans/sub/up")
+    os.symlink("sub", "scans/again")
+    found = paths("scans")
+    assert found.count("scans/sub/a.pdf") == 1 and "scans/again/a.pdf" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give files"),
+        (["nowhere"], "does not exist"),
+        (["scans/*.bmp"], "matches nothing"),
+        (["@no.txt"], "no list file"),
+    ],
+)
+def test_arguments_that_lead_nowhere_are_refused_at_once(
+    folder: Path, arguments: list[str], text: str
+) -> None:
+    with pytest.raises(InputError, match=text):
+        check_arguments(arguments)
+    check_arguments(["scans", "other.tiff", "scans/p*.png"])
+
+
+@given(st.lists(st.integers(0, 10**12), unique=True), st.randoms(use_true_random=False))
+def test_numbers_in_names_sort_as_numbers(numbers: list[int], rng: Random) -> None:
+    names = [f"Page {number}.png" for number in sorted(numbers)]
+    shuffled = names.copy()
+    rng.shuffle(shuffled)
+    assert sorted(shuffled, key=natural_key) == names
+
+
+@given(st.lists(st.text(max_size=8)))
+def test_any_names_can_be_sorted_and_different_names_never_tie(names: list[str]) -> None:
+    ordered = sorted(set(names), key=natural_key)
+    assert len({natural_key(name) for name in ordered}) == len(ordered)
