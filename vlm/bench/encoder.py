@@ -88,10 +88,11 @@ def ragged(encoder: Encoder, rounds: int) -> dict[str, dict[str, Any]]:
 def over_transformers(encoder: Encoder, rounds: int) -> dict[str, Any]:
     """`get_image_features` on the same tiles over ours, normalisation included on our side only."""
     from transformers import SmolVLMForConditionalGeneration
+    from transformers.utils import logging
 
-    reference: Any = SmolVLMForConditionalGeneration.from_pretrained(
-        DEFAULT_MODEL, dtype=torch.float32
-    ).eval()
+    logging.disable_progress_bar()
+    model: Any = SmolVLMForConditionalGeneration.from_pretrained(DEFAULT_MODEL, dtype=torch.float32)
+    model.eval()
     tiles = random_tiles(encoder, 16)
     pixels = encoder.normalise(tiles)[None].contiguous()
 
