@@ -8,6 +8,7 @@ from train_fixtures import MODEL
 from vlm.train.documents import compose_document
 from vlm.train.layout import Glyph
 from vlm.train.prompts import TOKENS_PER_TILE, PromptBuilder
+from vlm.train.shapes import Shape, Spot
 from vlm.train.tiles import CLASS_OF, IGNORE, LONGEST_EDGE, cut, patch_targets, resized_size
 
 
@@ -57,7 +58,7 @@ def test_tiles_put_together_are_the_image() -> None:
 
 
 def test_a_character_marks_the_patch_that_holds_its_centre() -> None:
-    targets = patch_targets((Glyph("b", 150.0, 24.0, 18.0), Glyph("a", 146.5, 24.0, 18.0)), 2, 2)
+    targets = patch_targets((Glyph("b", 150.0, 24.0, 18.0), Glyph("a", 146.5, 24.0, 18.0)), (), 2, 2)
     assert targets.shape == (5, 64, 2)
     assert targets[1, 8 + 1].tolist() == [CLASS_OF["a"], CLASS_OF["b"]]
     assert (targets[[0, 2, 3]] == 0).all()
@@ -66,11 +67,20 @@ def test_a_character_marks_the_patch_that_holds_its_centre() -> None:
 
 @pytest.mark.parametrize(("x", "unsure"), [(31.9, True), (32.1, True), (33.0, False)])
 def test_a_centre_close_to_a_patch_border_takes_no_loss(x: float, unsure: bool) -> None:
-    targets = patch_targets((Glyph("a", x, 24.0, 18.0),), 1, 2)
+    targets = patch_targets((Glyph("a", x, 24.0, 18.0),), (), 1, 2)
     assert bool((targets[0, 8 + 1] == IGNORE).all()) == unsure
 
 
 def test_large_text_is_read_in_the_thumbnail_only() -> None:
-    targets = patch_targets((Glyph("a", 100.0, 100.0, 50.0),), 2, 2)
+    targets = patch_targets((Glyph("a", 100.0, 100.0, 50.0),), (), 2, 2)
     assert (targets[:4] == IGNORE).all()
     assert targets[4, 3 * 8 + 3].tolist() == [CLASS_OF["a"], 0]
+
+
+def test_a_shape_marks_the_patches_inside_it_in_tiles_and_thumbnail() -> None:
+    targets = patch_targets((), (Spot(Shape("star", "red"), 64.0, 64.0, 40.0),), 2, 2)
+    star = [CLASS_OF["star"], CLASS_OF["red"]]
+    assert targets[0, 3 * 8 + 3].tolist() == star
+    assert targets[0, 0].tolist() == [0, 0]
+    assert targets[4, 8 + 1].tolist() == star
+    assert (targets[1:4] == 0).all()

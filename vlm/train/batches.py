@@ -62,7 +62,7 @@ def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder
     wanted = 0
     for document, questions in items:
         pieces = cut(document.image)
-        marks = patch_targets(document.glyphs, pieces.rows, pieces.cols)
+        marks = patch_targets(document.glyphs, document.spots, pieces.rows, pieces.cols)
         for tile, targets in zip(pieces.tiles, marks, strict=True):
             number = seen.setdefault(tile.tobytes(), len(tiles))
             if number == len(tiles):

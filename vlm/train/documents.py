@@ -28,13 +28,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """An image with all its questions; `glyphs` say which character stands where (model scale)."""
+    """An image with all its questions; `glyphs` and `spots` say what stands where (model scale)."""
 
     kind: str
     image: Image.Image
     questions: tuple[Question, ...]
     glyphs: tuple[Glyph, ...] = ()
     lines: tuple[str, ...] = ()
+    spots: tuple[shapes.Spot, ...] = ()
 
 
 @dataclass
@@ -154,7 +155,8 @@ def shape_picture(rng: Random, seed: int, level: float) -> Document:
     """Up to three coloured shapes on a square page, with captions, counts, colours and shapes by colour."""
     drawn = shapes.choose(rng, rng.randint(1, 1 + round(2 * level)))
     questions = tuple(Question(kind, text, answer) for kind, text, answer in shapes.questions(rng, drawn))
-    return Document("shapes", shapes.draw(rng, drawn), questions)
+    image, spots = shapes.draw(rng, drawn)
+    return Document("shapes", image, questions, spots=tuple(spots))
 
 
 KINDS: dict[str, Callable[[Random, int, float], Document]] = {

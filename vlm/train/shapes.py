@@ -28,6 +28,16 @@ class Shape:
     colour: str
 
 
+@dataclass(frozen=True)
+class Spot:
+    """Where a shape lies: centre and radius in px at the model's scale (page side 256)."""
+
+    shape: Shape
+    x: float
+    y: float
+    radius: float
+
+
 def choose(rng: Random, count: int) -> list[Shape]:
     """`count` shapes; three of four times no two share a colour or a form."""
     if rng.random() < 0.75:
@@ -55,20 +65,22 @@ def _outline(name: str, x: float, y: float, radius: float) -> list[tuple[float, 
     return points
 
 
-def draw(rng: Random, shapes: list[Shape]) -> Image.Image:
+def draw(rng: Random, shapes: list[Shape]) -> tuple[Image.Image, list[Spot]]:
     """Shapes in cells of a 2x2 grid, in reading order, on white or light paper; 128 or 256 px square."""
     paper = (255, 255, 255) if rng.random() < 0.6 else tuple(rng.randint(225, 255) for _ in range(3))
     image = Image.new("RGB", (256, 256), paper)
     pen = ImageDraw.Draw(image)
+    spots = []
     for shape, cell in zip(shapes, sorted(rng.sample(range(4), len(shapes))), strict=True):
         x, y = (centre + rng.uniform(-14, 14) for centre in CELLS[cell])
         radius = rng.uniform(26, 48)
+        spots.append(Spot(shape, x, y, radius))
         fill = tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in COLOURS[shape.colour])
         if shape.name == "circle":
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
         else:
             pen.polygon(_outline(shape.name, x, y, radius), fill=fill)
-    return image.resize((128, 128), Image.Resampling.LANCZOS) if rng.random() < 0.3 else image
+    return (image.resize((128, 128), Image.Resampling.LANCZOS) if rng.random() < 0.3 else image), spots
 
 
 def caption(shapes: list[Shape]) -> str:

@@ -1,4 +1,4 @@
-"""Images cut as Idefics3's rule cuts them, with the characters of every patch as training targets."""
+"""Images cut as Idefics3's rule cuts them, with what every patch shows as training targets."""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from vlm.train.layout import Glyph
+from vlm.train.shapes import COLOURS, SHAPES, Spot
 
 TILE = 128
 PATCH = 16
@@ -14,11 +15,11 @@ PATCHES = TILE // PATCH  # a side
 LONGEST_EDGE = 256
 SLOTS = 2  # characters a patch may hold
 CHARACTERS = "".join(chr(code) for code in range(33, 127))
-NUM_CLASSES = 1 + len(CHARACTERS)  # class 0: no character
+NUM_CLASSES = 1 + len(CHARACTERS) + len(SHAPES) + len(COLOURS)  # class 0: nothing
 IGNORE = -100
 LEGIBLE = (13.0, 36.0)  # font sizes in px of the tile that get a character loss
 BORDER = 0.4  # px: a centre nearer to a patch border leaves both patches without a loss
-CLASS_OF = {char: index for index, char in enumerate(CHARACTERS, 1)}
+CLASS_OF = {name: index for index, name in enumerate([*CHARACTERS, *SHAPES, *COLOURS], 1)}
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,36 @@ def _mark(targets: np.ndarray, glyphs: list[tuple[str, float, float]]) -> None:
                 targets[row, col, slot] = CLASS_OF[char]
 
 
-def patch_targets(glyphs: tuple[Glyph, ...], rows: int, cols: int) -> np.ndarray:
-    """Character classes int64 [num_tiles, 64, 2]; IGNORE in tiles whose text is not of a legible size."""
+def _mark_shapes(targets: np.ndarray, spots: list[tuple[Spot, float, float, float]]) -> None:
+    """Writes (form, colour) into the patches of targets [8, 8, 2] whose centre a shape's circle holds."""
+    centres = (np.arange(PATCHES) + 0.5) * PATCH
+    for spot, x, y, radius in spots:
+        inside = (centres[None, :] - x) ** 2 + (centres[:, None] - y) ** 2 < radius**2
+        targets[inside] = CLASS_OF[spot.shape.name], CLASS_OF[spot.shape.colour]
+
+
+def _legible(sizes: list[float]) -> bool:
+    return LEGIBLE[0] <= min(sizes, default=LEGIBLE[0]) and max(sizes, default=LEGIBLE[1]) <= LEGIBLE[1]
+
+
+def patch_targets(glyphs: tuple[Glyph, ...], spots: tuple[Spot, ...], rows: int, cols: int) -> np.ndarray:
+    """Classes int64 [num_tiles, 64, 2] of CLASS_OF: two characters, or a shape's form and colour.
+
+    IGNORE fills tiles whose text is not of a legible size.
+    """
     targets = np.zeros((rows * cols + 1, PATCHES, PATCHES, SLOTS), dtype=np.int64)
-    sizes = [glyph.size for glyph in glyphs]
-    if not glyphs:
-        return targets.reshape(-1, PATCHES * PATCHES, SLOTS)
-    for index in range(rows * cols):
-        left, top = (index % cols) * TILE, (index // cols) * TILE
-        if LEGIBLE[0] <= min(sizes) and max(sizes) <= LEGIBLE[1]:
-            _mark(targets[index], [(glyph.char, glyph.x - left, glyph.y - top) for glyph in glyphs])
-        else:
+    for index in range(rows * cols + 1):
+        thumbnail = index == rows * cols
+        across, down = (1 / cols, 1 / rows) if thumbnail else (1.0, 1.0)
+        left, top = (0, 0) if thumbnail else ((index % cols) * TILE, (index // cols) * TILE)
+        if not _legible([glyph.size * down for glyph in glyphs]) or (glyphs and across != down):
             targets[index] = IGNORE
-    across, down = 1 / cols, 1 / rows
-    if rows == cols and LEGIBLE[0] <= min(sizes) * down and max(sizes) * down <= LEGIBLE[1]:
-        _mark(targets[-1], [(glyph.char, glyph.x * across, glyph.y * down) for glyph in glyphs])
-    else:
-        targets[-1] = IGNORE
+            continue
+        _mark(
+            targets[index], [(glyph.char, glyph.x * across - left, glyph.y * down - top) for glyph in glyphs]
+        )
+        _mark_shapes(
+            targets[index],
+            [(spot, spot.x * across - left, spot.y * down - top, spot.radius * down) for spot in spots],
+        )
     return targets.reshape(-1, PATCHES * PATCHES, SLOTS)

@@ -179,7 +179,7 @@ class Trainer:
         for name, start, stop in batch.answers:
             kind = name.split("/")[0]
             hits = outcome.right[start:stop].float()
-            progress.fluency[kind] += 0.004 * (float(hits.mean()) - progress.fluency[kind])
+            progress.fluency[kind] += 0.004 * (float(hits[:-1].mean()) - progress.fluency[kind])
             before = progress.exact.get(name, 0.0)
             progress.exact[name] = before + 0.02 * (float(hits.min()) - before)
         for kind in KINDS:
