@@ -240,8 +240,18 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_is_done(out: Path) -> 
 def test_the_window_keeps_the_engine_busy_and_bounds_what_is_under_way(out: Path) -> None:
     for number in range(40):
         Path(f"in/{number}.png").write_bytes(png(number))
-    engine = FakeEngine(delay_s=0.02)
-    run(out, engine=engine, options=RunOptions(window=6))
+    engine = FakeEngine()
+    engine.gate.clear()
+
+    def started(caption_run: CaptionRun) -> None:
+        async def open_when_full() -> None:
+            while engine.running < 6:
+                await asyncio.sleep(0.001)
+            engine.gate.set()
+
+        asyncio.get_running_loop().create_task(open_when_full())
+
+    run(out, engine=engine, options=RunOptions(window=6), started=started)
     assert engine.max_running == 6
     assert len(by_place(out)) == 40
 

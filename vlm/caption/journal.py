@@ -9,15 +9,14 @@ processes write, and a reader sees the whole old file or the whole new one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from vlm.caption.durable import DurableLog, sync_folder
 from vlm.caption.index import JournalIndex
 from vlm.caption.rows import Row, decode, encode
 
@@ -30,13 +29,6 @@ class NotAnOutput(ValueError):
     """The file holds something else; it is left alone."""
 
 
-@dataclass(slots=True)
-class _Append:
-    row: Row
-    line: bytes
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class Journal:
     """Rows of one output file. Its index lives in a private temporary database, so memory stays bounded."""
 
@@ -47,10 +39,8 @@ class Journal:
         self.num_damaged = 0  # lines in the middle that are no rows
         self._fd = _open_locked(path)
         self._index = JournalIndex()
-        self._pending: list[_Append] = []
-        self._writer: asyncio.Task[None] | None = None
         try:
-            self._end = self._load()
+            self._log = DurableLog(self._fd, self._load())
         except BaseException:
             os.close(self._fd)
             raise
@@ -116,45 +106,13 @@ class Journal:
         return decode(os.pread(self._fd, length, offset))
 
     async def append(self, row: Row) -> None:
-        """Returns when the row is on disk. Rows that come during a sync share the next. Raises OSError."""
-        item = _Append(row, encode(row))
-        self._pending.append(item)
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write_pending())
-        await asyncio.shield(item.done)
-
-    async def _write_pending(self) -> None:
-        while self._pending:
-            batch, self._pending = self._pending, []
-            try:
-                await asyncio.to_thread(self._write, b"".join(item.line for item in batch))
-            except OSError as error:
-                for item in batch:
-                    if not item.done.done():
-                        item.done.set_exception(error)
-                continue
-            for item in batch:
-                self._index.put(item.row, self._end, len(item.line))
-                self._end += len(item.line)
-                if not item.done.done():
-                    item.done.set_result(None)
-
-    def _write(self, data: bytes) -> None:
-        position = self._end
-        try:
-            while data:
-                written = os.pwrite(self._fd, data, position)
-                position, data = position + written, data[written:]
-            os.fsync(self._fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._end)
-            raise
+        """Returns when the row is on disk. Raises OSError."""
+        line = encode(row)
+        await self._log.append(line, lambda offset: self._index.put(row, offset, len(line)))
 
     async def flush(self) -> None:
         """Waits until everything appended so far is on disk or has failed."""
-        while self._writer is not None and not self._writer.done():
-            await asyncio.shield(self._writer)
+        await self._log.flush()
 
     def rows(self) -> Iterator[Row]:
         """The final view: the last row of each slot, in the order of this run's inputs."""
@@ -180,11 +138,11 @@ class Journal:
         except BaseException:
             os.close(fresh)
             raise
-        _sync_folder(self.path)
+        sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd, self.num_damaged, self.num_loaded = fresh, 0, 0
         self._index.forget_rows()
-        self._end = self._load()
+        self._log = DurableLog(self._fd, self._load())
         return True
 
     def close(self) -> None:
@@ -200,7 +158,7 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
-                    _sync_folder(path)
+                    sync_folder(path.parent)
                     return fd
         except BlockingIOError:
             os.close(fd)
@@ -209,12 +167,3 @@ def _open_locked(path: Path) -> int:
             os.close(fd)
             raise
         os.close(fd)
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes a created or renamed file's name durable."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,0 +1,79 @@
+"""Lines appended to a file and counted only once they are on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Append:
+    line: bytes
+    then: Callable[[int], None]
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class DurableLog:
+    """Appends at `end` of an open file. Lines that come during a sync share the next one. One event loop."""
+
+    def __init__(self, fd: int, end: int) -> None:
+        self._fd = fd
+        self._end = end
+        self._pending: list[_Append] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def append(self, line: bytes, then: Callable[[int], None] = lambda offset: None) -> None:
+        """Returns when the line is on disk and `then` was called with its offset. Raises OSError.
+
+        A caller that is cancelled meanwhile does not undo it.
+        """
+        item = _Append(line, then)
+        self._pending.append(item)
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_pending())
+        await asyncio.shield(item.done)
+
+    async def _write_pending(self) -> None:
+        while self._pending:
+            batch, self._pending = self._pending, []
+            try:
+                await asyncio.to_thread(self._write, b"".join(item.line for item in batch))
+            except OSError as error:
+                for item in batch:
+                    item.done.set_exception(error)
+                    item.done.exception()  # read, also where the caller has gone
+                continue
+            for item in batch:
+                item.then(self._end)
+                self._end += len(item.line)
+                item.done.set_result(None)
+
+    def _write(self, data: bytes) -> None:
+        """All or nothing: what a full disk took of the lines is cut off again."""
+        position = self._end
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, position)
+                position, data = position + written, data[written:]
+            os.fsync(self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise
+
+    async def flush(self) -> None:
+        """Waits until everything appended so far is on disk or has failed."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.shield(self._writer)
+
+
+def sync_folder(folder: os.PathLike[str]) -> None:
+    """Makes the name of a created or renamed file durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
