@@ -19,7 +19,7 @@ from vlm.api.auth import KeyRing, read_keys
 from vlm.api.errors import install_handlers
 from vlm.api.fetch import Fetcher
 from vlm.api.files import FileStore, default_data_dir
-from vlm.api.image_store import ImageStore
+from vlm.api.image_store import open_images
 from vlm.api.metrics import Metrics
 from vlm.api.middleware import ServiceMiddleware
 from vlm.api.responses import errors
@@ -43,7 +43,7 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
         keys=keys,
         admission=Admission(config),
         metrics=Metrics(),
-        images=ImageStore(config.image_store_mb * MEGABYTE, config.image_ttl_s),
+        images=open_images(config),
         files=FileStore(
             Path(config.data_dir) if config.data_dir else default_data_dir(),
             max_file_bytes=config.max_file_mb * MEGABYTE,

@@ -25,6 +25,8 @@ _SERVER_FAULTS = {
     "engine_unavailable": 503,
     "shutting_down": 503,
     "preprocessing_unavailable": 503,
+    "preprocessing_timeout": 503,
+    "preprocessing_overloaded": 503,
     "deadline_exceeded": 503,
     "internal_error": 500,
 }

@@ -13,7 +13,7 @@ from vlm.api.admission import Admission
 from vlm.api.auth import Caller, KeyRing, RateLimiter
 from vlm.api.fetch import Fetcher
 from vlm.api.files import FileStore
-from vlm.api.image_store import ImageStore
+from vlm.api.image_store import Images
 from vlm.api.metrics import Metrics
 from vlm.api.rates import StageRates
 from vlm.api.tracing import NoTraces, Traces
@@ -28,7 +28,7 @@ class Service:
     keys: KeyRing
     admission: Admission
     metrics: Metrics
-    images: ImageStore
+    images: Images
     files: FileStore
     fetcher: Fetcher
     started_at: int  # Unix time

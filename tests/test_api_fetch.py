@@ -1,0 +1,227 @@
+"""Fetching images on clients' behalf: SSRF tricks, redirects, endless bodies, slow hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from fake_engine_client import ask, live_server, png
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm.api.errors import ApiError
+from vlm.api.fetch import Fetcher, public_address
+from vlm.config import ServeConfig
+
+CHAT = "/v1/chat/completions"
+
+
+@settings(deadline=None, max_examples=300)
+@given(address=st.ip_addresses(v=4))
+def test_wrapped_addresses_are_judged_by_what_they_wrap(address: ipaddress.IPv4Address) -> None:
+    """F1: IPv4-mapped, 6to4 and NAT64 forms open nothing that the plain form doesn't."""
+    number = int(address)
+    for wrapped in (
+        ipaddress.IPv6Address(f"::ffff:{address}"),
+        ipaddress.IPv6Address((0x2002 << 112) | (number << 80)),
+        ipaddress.IPv6Address((0x64FF9B << 96) | number),
+    ):
+        assert public_address(wrapped) <= public_address(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.255.0.1", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.0.1", "169.254.169.254",
+        "100.64.0.1", "100.100.100.200", "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1",
+        "198.18.0.1", "::", "::1", "fe80::1", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1",
+        "::ffff:169.254.169.254",
+        "::127.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b:1::1", "2001::1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_the_internet(address: str) -> None:
+    """F1."""
+    assert not public_address(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.215.14", "2606:4700:4700::1111"])
+def test_addresses_that_are_the_internet(address: str) -> None:
+    assert public_address(ipaddress.ip_address(address))
+
+
+class Origin(BaseHTTPRequestHandler):
+    seen: list[str] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(f"{self.headers['host']}{self.path}")
+        if self.path == "/endless":
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b"\x89PNG" * 16_384)
+            except OSError:
+                return
+        elif self.path == "/slow":
+            threading.Event().wait(3)
+        elif self.path.startswith("/redirect?"):
+            self.send_response(302)
+            self.send_header("location", self.path.partition("?")[2])
+            self.end_headers()
+        elif self.path == "/image":
+            self.send_response(200)
+            self.send_header("content-type", "text/plain")
+            self.end_headers()
+            self.wfile.write(png(21, 34))
+        else:
+            self.send_response(404)
+            self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@contextmanager
+def origin() -> Iterator[int]:
+    Origin.seen.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Origin)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fetch(
+    url: str, *, names: dict[str, list[str]], max_bytes: int = 1 << 20, deadline_s: float = 5.0
+) -> bytes:
+    """With a resolver of our own, and with 127.0.0.1 standing for the public internet."""
+
+    async def resolver(host: str, port: int) -> list[str]:
+        return names.get(host, [host])
+
+    async def run() -> bytes:
+        fetcher = Fetcher(
+            deadline_s,
+            resolver=resolver,
+            is_allowed=lambda address: str(address) == "127.0.0.1" or public_address(address),
+        )
+        return await fetcher.fetch(url, max_bytes, "p")
+
+    return asyncio.run(run())
+
+
+def refusal(url: str, **options: Any) -> str:
+    with pytest.raises(ApiError) as caught:
+        fetch(url, **{"names": {}, **options})
+    assert caught.value.status_code == 400
+    assert "127." not in caught.value.message and "169." not in caught.value.message
+    return caught.value.code
+
+
+def test_fetch_goes_to_the_checked_address_with_the_name_as_host() -> None:
+    """F1: resolved once; content is judged by its bytes and not by its type."""
+    with origin() as port:
+        data = fetch(f"http://images.test:{port}/image", names={"images.test": ["127.0.0.1"]})
+        assert data == png(21, 34)
+        assert Origin.seen == [f"images.test:{port}/image"]
+
+
+def test_one_private_address_among_good_ones_is_enough_to_refuse() -> None:
+    """F1."""
+    names = {"two.test": ["127.0.0.1", "169.254.169.254"]}
+    with origin() as port:
+        assert refusal(f"http://two.test:{port}/image", names=names) == "url_blocked"
+        assert Origin.seen == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/latest/meta-data", "http://[::1]/", "http://[::ffff:10.0.0.1]/", "http://localhost/",
+        "http://0/", "http://2130706433/", "http://0x7f.1/", "http://017700000001/", "http://user:pw@1.1.1.1/",
+        "http://127.1/", "http:///x", "http://[fe80::1%25eth0]/", "https://[fd00:ec2::254]/",
+    ],
+)  # fmt: skip
+def test_spellings_of_inner_addresses_are_refused(url: str) -> None:
+    """F1, with the real resolver."""
+
+    async def run() -> None:
+        await Fetcher(5.0).fetch(url, 1000, "p")
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(run())
+    assert caught.value.code in ("url_blocked", "url_fetch_failed", "invalid_image_url")
+
+
+@pytest.mark.parametrize(
+    "target", ["http://169.254.169.254/", "file:///etc/passwd", "http://10.0.0.1/", "//[::1]/"]
+)
+def test_redirects_are_checked_again(target: str) -> None:
+    """F1."""
+    with origin() as port:
+        url = f"http://images.test:{port}/redirect?{target}"
+        assert refusal(url, names={"images.test": ["127.0.0.1"]}) == "url_blocked"
+
+
+def test_redirects_are_followed_within_limits() -> None:
+    names = {"images.test": ["127.0.0.1"]}
+    with origin() as port:
+        assert fetch(f"http://images.test:{port}/redirect?/image", names=names) == png(21, 34)
+        loop = f"http://images.test:{port}/redirect?/redirect?/redirect?/redirect?/redirect?/image"
+        assert refusal(loop, names=names) == "too_many_redirects"
+
+
+def test_endless_body_ends_at_the_cap() -> None:
+    """F3."""
+    with origin() as port:
+        url = f"http://images.test:{port}/endless"
+        assert refusal(url, names={"images.test": ["127.0.0.1"]}) == "image_too_large"
+
+
+def test_slow_host_ends_at_the_deadline() -> None:
+    """F2."""
+    with origin() as port:
+        url = f"http://images.test:{port}/slow"
+        assert refusal(url, names={"images.test": ["127.0.0.1"]}, deadline_s=0.3) == "url_timeout"
+
+
+def test_dead_host_is_a_400() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert refusal(f"http://127.0.0.1:{free.getsockname()[1]}/image") == "url_fetch_failed"
+
+
+def test_fetching_is_off_by_default_and_guarded_when_on() -> None:
+    """F1, F2: a server told to fetch still refuses loopback, and its neighbours go on."""
+    with origin() as port:
+        url = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/image"}}
+        with live_server() as running, running.client() as http:
+            assert http.post(CHAT, json=ask(url, "What?")).json()["error"]["code"] == "url_fetching_disabled"
+        with live_server(config=ServeConfig(allow_urls=True)) as running, running.client() as http:
+            answered = http.post(CHAT, json=ask(url, "What?"))
+            assert answered.status_code == 400 and answered.json()["error"]["code"] == "url_blocked"
+        assert Origin.seen == []
+
+
+def test_fetched_image_equals_an_inline_one() -> None:
+    """D2: one decode path, whichever way an image comes in."""
+    with origin() as port, live_server(config=ServeConfig(allow_urls=True)) as running:
+        running.service.fetcher = Fetcher(5.0, is_allowed=lambda address: True)
+        url = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/image"}}
+        keys = []
+        with running.client() as http:
+            for part in (url, png(21, 34)):
+                assert http.post(CHAT, json=ask(part, "What?")).status_code == 200
+                keys.append(running.engine.submitted[-1].prompt.spans)
+        assert keys[0] == keys[1]
