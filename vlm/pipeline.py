@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from workers.stages import PreprocessStage
+from workers.stages import PreprocessStage, StageUnavailable
 
 from llm.request import (
     Event,
@@ -217,6 +217,8 @@ class Pipeline:
             flight.elapsed_ms = (time.monotonic() - started) * 1e3
             await self.engine.put_tiles(image.key, to_bytes(tiles))
         except ImageError as error:
+            await self._fail_tiles(image.key, error.code, error.message)
+        except StageUnavailable as error:
             await self._fail_tiles(image.key, error.code, error.message)
         except EngineUnavailable:
             pass  # the engine's death already ended every stream that waited
