@@ -13,9 +13,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
-from vlm.api import chat, costs, file_routes, health, images, playground
+from vlm.api import batches, chat, costs, file_routes, health, images, playground
 from vlm.api.admission import MEGABYTE, Admission
 from vlm.api.auth import KeyRing, read_keys
+from vlm.api.batches import batches_running
 from vlm.api.errors import install_handlers
 from vlm.api.fetch import Fetcher
 from vlm.api.files import FileStore, default_data_dir
@@ -63,7 +64,8 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await pipeline.start()
         try:
-            yield
+            async with batches_running(app, service):
+                yield
         finally:
             service.admission.draining = True
             await pipeline.close()
@@ -88,7 +90,7 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             allow_headers=["authorization", "content-type"],
         )
     install_handlers(app)
-    for module in (chat, costs, images, file_routes, health, playground):
+    for module in (chat, costs, images, file_routes, batches, health, playground):
         app.include_router(module.router)
 
     @app.get("/openapi.json", responses=errors(401), response_model=None)
