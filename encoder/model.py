@@ -69,10 +69,10 @@ class Encoder:
     def normalise(self, tiles: np.ndarray) -> Tensor:
         """uint8 [n, S, S, 3] to the tower's input [n, 3, S, S], in its dtype."""
         rule = self.config.normalisation
-        pixels = torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device).float().mul_(rule.scale)
-        mean = torch.tensor(rule.mean, device=self.device)
         std = torch.tensor(rule.std, device=self.device)
-        return pixels.sub_(mean).div_(std).permute(0, 3, 1, 2).to(self.dtype)
+        shift = torch.tensor(rule.mean, device=self.device) / std
+        pixels = torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device).float()
+        return pixels.mul_(rule.scale / std).sub_(shift).permute(0, 3, 1, 2).to(self.dtype)
 
     def _check(self, tiles: np.ndarray) -> None:
         size = self.tile_size

@@ -26,7 +26,7 @@ def gelu(x: Tensor, kind: Activation) -> Tensor:
         return F.gelu(x)
     if x.device.type != "cpu" or torch.is_grad_enabled() or x.dtype != torch.float32:
         return F.gelu(x, approximate="tanh")
-    gate = x.square().mul_(TANH_GELU_CUBIC).add_(1.0).mul_(x).mul_(TANH_GELU_SLOPE)
+    gate = (x * x).mul_(TANH_GELU_CUBIC).add_(1.0).mul_(x).mul_(TANH_GELU_SLOPE)
     return gate.sigmoid_().mul_(x)
 
 
