@@ -17,10 +17,8 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
-from workers.limits import limit_cpu, limit_memory, unlimit_cpu
+from workers.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.messages import FRAME_HEADER, frame_sizes, pack_frame
-
-OUT_OF_MEMORY_EXIT = 3
 
 
 def serve(connection: socket.socket) -> None:

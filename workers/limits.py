@@ -6,6 +6,8 @@ import math
 import os
 import resource
 
+OUT_OF_MEMORY_EXIT = 3  # exit status of a process whose image asked for more memory than it may have
+
 
 def limit_memory(spare_bytes: int) -> None:
     """Lets this process grow by `spare_bytes` of address space, and write no core file."""

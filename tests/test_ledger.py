@@ -1,0 +1,224 @@
+"""The ledger of leases and attempts, and a task's behaviour at every wrong moment."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import redis
+from PIL import Image
+
+import workers.ledger
+from preprocess.limits import ImageLimits
+from preprocess.stage import PreprocessSpec, preprocess, tiles_key
+from preprocess.tiling import Idefics3Tiling
+from preprocess.wire import from_bytes
+from workers.blobs import BlobStore, MemoryBlobStore, open_store
+from workers.ledger import WorkLedger
+from workers.redis_client import connect
+from workers.stages import MAX_ATTEMPTS
+from workers.tasks import Heartbeat, TilesJob, run_tiles_job
+
+pytestmark = pytest.mark.redis
+
+SPEC = PreprocessSpec(Idefics3Tiling(tile_size=16, longest_edge=32))
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    client = connect(redis_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def ledger(client: redis.Redis) -> WorkLedger:
+    return WorkLedger(client, "test")
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[BlobStore]:
+    store = open_store(redis_url)
+    yield store
+    store.close()
+
+
+def image() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(out, "PNG")
+    return out.getvalue()
+
+
+def job_for(data: bytes) -> TilesJob:
+    digest = hashlib.sha256(data).hexdigest()
+    return TilesJob(tiles_key(digest, SPEC), digest, SPEC.to_json(), ImageLimits().to_json(), 0, 60)
+
+
+def test_work_that_nobody_wants_is_not_begun(ledger: WorkLedger) -> None:
+    assert ledger.begin("k", "t", 3) == "unwanted"
+    ledger.look("k", "waiter")
+    assert ledger.begin("k", "t", 3) == "begun"
+
+
+def test_last_waiter_to_leave_knows_it(ledger: WorkLedger) -> None:
+    ledger.look("k", "a")
+    ledger.look("k", "b")
+    assert ledger.leave("k", "a") == 1
+    assert ledger.leave("k", "b") == 0
+    assert ledger.begin("k", "t", 3) == "unwanted"
+
+
+def test_work_under_a_lease_is_not_begun_twice(ledger: WorkLedger) -> None:
+    ledger.look("k", "waiter")
+    assert ledger.begin("k", "one", 3) == "begun"
+    assert ledger.look("k", "waiter").running
+    assert ledger.begin("k", "two", 3) == "running"
+    ledger.end("k", "two", "done")
+    assert ledger.look("k", "waiter").running
+    ledger.end("k", "one", "failed")
+    assert not ledger.look("k", "waiter").running
+
+
+def test_lease_without_a_heartbeat_ends_and_with_one_lasts(
+    ledger: WorkLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.ledger, "LEASE_S", 0.4)
+    monkeypatch.setattr("workers.tasks.HEARTBEAT_S", 0.05)
+    ledger.look("k", "waiter")
+    ledger.begin("k", "t", 3)
+    with Heartbeat(ledger, "k", "t"):
+        time.sleep(0.8)
+        assert ledger.look("k", "waiter").running
+    deadline = time.monotonic() + 10
+    while ledger.look("k", "waiter").running:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_heartbeat_takes_a_forgotten_lease_again_but_never_anothers(ledger: WorkLedger) -> None:
+    ledger.beat("k", "mine")
+    assert ledger.look("k", "waiter").running
+    assert ledger.begin("k", "other", 3) == "running"
+    ledger.beat("k", "other")
+    ledger.end("k", "mine", "failed")
+    assert not ledger.look("k", "waiter").running
+
+
+def test_attempts_count_deaths_and_end(ledger: WorkLedger) -> None:
+    ledger.look("k", "waiter")
+    for number in range(MAX_ATTEMPTS):
+        assert ledger.begin("k", "t", MAX_ATTEMPTS) == "begun"
+        ledger.end("k", "t", "failed")
+        assert ledger.look("k", "waiter").attempts == number + 1
+    assert ledger.begin("k", "t", MAX_ATTEMPTS) == "exhausted"
+
+
+@pytest.mark.parametrize("outcome", ["done", "undone"])
+def test_attempt_that_was_no_death_is_not_counted(
+    ledger: WorkLedger, outcome: workers.ledger.Outcome
+) -> None:
+    ledger.look("k", "waiter")
+    ledger.begin("k", "t", 3)
+    ledger.end("k", "t", outcome)
+    assert ledger.look("k", "waiter").attempts == 0
+
+
+def test_one_of_many_claims_the_message_until_it_is_taken_up(ledger: WorkLedger) -> None:
+    assert [ledger.claim("k") for _ in range(3)] == [True, False, False]
+    ledger.look("k", "waiter")
+    ledger.begin("k", "t", 3)
+    assert ledger.claim("k")
+    ledger.unclaim("k")
+    assert ledger.claim("k")
+
+
+def test_verdict_reaches_whoever_asks(ledger: WorkLedger) -> None:
+    ledger.fail("k", "invalid_image", "Text.")
+    assert ledger.look("k", "waiter").verdict == ("invalid_image", "Text.")
+    assert ledger.begin("k", "t", 3) == "unwanted"
+
+
+def test_message_delivered_many_times_at_once_is_worked_on_once(ledger: WorkLedger, store: BlobStore) -> None:
+    data = image()
+    job = job_for(data)
+    reads: list[str] = []
+
+    class CountingStore(MemoryBlobStore):
+        def get(self, key: str) -> bytes | None:
+            reads.append(key)
+            time.sleep(0.3)  # others arrive meanwhile
+            return super().get(key)
+
+    counting = CountingStore()
+    counting.put(job.image_blob, data, 60)
+    ledger.look(job.key, "waiter")
+    threads = [threading.Thread(target=run_tiles_job, args=(job, counting, ledger)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run_tiles_job(job, counting, ledger)
+    assert reads == [job.image_blob]
+    state = ledger.look(job.key, "waiter")
+    assert not state.running and state.attempts == 0
+    payload = counting.get(job.tiles_blob)
+    assert payload is not None
+    assert np.array_equal(from_bytes(payload).pixels, preprocess(data, SPEC).pixels)
+
+
+def test_message_that_comes_too_late_does_nothing(ledger: WorkLedger, store: BlobStore) -> None:
+    data = image()
+    job = job_for(data)
+    store.put(job.image_blob, data, 60)
+    run_tiles_job(job, store, ledger)
+    assert not store.exists(job.tiles_blob)
+
+
+def test_lost_image_costs_no_attempt(ledger: WorkLedger, store: BlobStore) -> None:
+    job = job_for(image())
+    ledger.look(job.key, "waiter")
+    run_tiles_job(job, store, ledger)
+    state = ledger.look(job.key, "waiter")
+    assert state.attempts == 0 and state.verdict is None and not state.running
+    assert ledger.claim(job.key)
+
+
+def test_damaged_image_is_a_verdict_not_an_attempt(ledger: WorkLedger, store: BlobStore) -> None:
+    data = image()[:60]
+    job = job_for(data)
+    store.put(job.image_blob, data, 60)
+    ledger.look(job.key, "waiter")
+    run_tiles_job(job, store, ledger)
+    state = ledger.look(job.key, "waiter")
+    assert state.verdict is not None and state.verdict[0] == "invalid_image"
+    assert state.attempts == 0 and not state.running
+
+
+def test_store_that_is_full_of_other_things_is_told_to_whoever_waits(
+    ledger: WorkLedger, redis_url: str
+) -> None:
+    data = image()
+    job = job_for(data)
+    store = open_store(redis_url, cap_bytes=len(data) + 100)
+    store.put(job.image_blob, data, 60)
+    ledger.look(job.key, "waiter")
+    run_tiles_job(job, store, ledger)
+    state = ledger.look(job.key, "waiter")
+    assert state.verdict is not None and state.verdict[0] == "preprocessing_overloaded"
+    store.close()
+
+
+def test_exhausted_work_gets_its_verdict_from_whoever_notices(ledger: WorkLedger, store: BlobStore) -> None:
+    job = job_for(image())
+    ledger.look(job.key, "waiter")
+    for _ in range(MAX_ATTEMPTS):
+        ledger.begin(job.key, "t", MAX_ATTEMPTS)
+        ledger.end(job.key, "t", "failed")
+    run_tiles_job(job, store, ledger)
+    verdict = ledger.look(job.key, "waiter").verdict
+    assert verdict is not None and verdict[0] == "image_processing_failed"

@@ -1,0 +1,300 @@
+"""The Celery twin of the preprocess stage, over a real Redis and real workers, and what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from celery_worker import WorkerProcess, celery_worker
+from conftest import RedisServer
+from hostile_images import many_scan_jpeg
+from PIL import Image
+
+from preprocess.limits import ImageLimits
+from preprocess.stage import PreprocessSpec, preprocess
+from preprocess.tiling import Idefics3Tiling
+from preprocess.types import ImageError
+from workers.blobs import open_store
+from workers.celery_app import PREPROCESS_QUEUE
+from workers.preprocess_celery import CeleryPreprocess
+from workers.redis_client import connect
+from workers.stages import DecodeLimits, StageUnavailable
+
+pytestmark = pytest.mark.redis
+
+SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
+LIMITS = ImageLimits()
+
+
+def png(seed: int = 0, size: tuple[int, int] = (90, 60)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def slow_image() -> bytes:
+    """About a second of decoding."""
+    return many_scan_jpeg(4096, 500)
+
+
+@asynccontextmanager
+async def stage_at(url: str, limits: DecodeLimits | None = None) -> AsyncIterator[CeleryPreprocess]:
+    stage = CeleryPreprocess(url, url, limits)
+    await stage.start()
+    try:
+        yield stage
+    finally:
+        await stage.close()
+
+
+@pytest.fixture
+def worker(redis_url: str) -> Iterator[WorkerProcess]:
+    with celery_worker(redis_url) as process:
+        yield process
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def until_decoding(worker: WorkerProcess) -> int:
+    """The pid of the child that is in the middle of it."""
+    (pid,) = worker.child_pids
+    before = cpu_s(pid)
+    await until(lambda: cpu_s(pid) > before + 0.15)
+    return pid
+
+
+def test_tiles_and_errors_are_those_of_the_stage_function_and_nothing_stays(
+    redis_url: str, worker: WorkerProcess
+) -> None:
+    async def main() -> None:
+        async with stage_at(redis_url) as stage:
+            images = [png(seed, (30 + 40 * seed, 90)) for seed in range(6)]
+            calls = [stage.tiles(image, SPEC, LIMITS, deadline_s=60) for image in images]
+            for image, tiles in zip(images, await asyncio.gather(*calls), strict=True):
+                expected = preprocess(image, SPEC)
+                assert tiles.grid == expected.grid
+                assert np.array_equal(tiles.pixels, expected.pixels)
+            for data, code in ((png()[:-500], "invalid_image"), (b"<svg/>", "unsupported_image_format")):
+                with pytest.raises(ImageError) as caught:
+                    await stage.tiles(data, SPEC, LIMITS, deadline_s=60)
+                assert caught.value.code == code
+        store = open_store(redis_url)
+        assert store.used_bytes() == 0
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_page_of_a_tiff_travels(redis_url: str, worker: WorkerProcess) -> None:
+    async def main() -> None:
+        out = io.BytesIO()
+        Image.new("RGB", (40, 40), "red").save(
+            out, "TIFF", save_all=True, append_images=[Image.new("L", (90, 30))]
+        )
+        async with stage_at(redis_url) as stage:
+            pages = [stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=60, page=page) for page in (0, 1)]
+            first, second = await asyncio.gather(*pages)
+            assert (first.pixels[..., 0] == 255).all() and (second.pixels == 0).all()
+
+    asyncio.run(main())
+
+
+def test_message_is_small_json_and_carries_no_image(redis_url: str) -> None:
+    async def main() -> None:
+        data = png(size=(400, 300))
+        async with stage_at(redis_url) as stage:
+            with pytest.raises(StageUnavailable) as caught:
+                await stage.tiles(data, SPEC, LIMITS, deadline_s=1)
+            assert caught.value.code == "preprocessing_timeout"
+        client = connect(redis_url)
+        (raw,) = client.lrange(PREPROCESS_QUEUE, 0, -1)
+        client.close()
+        message = json.loads(raw)
+        body = json.loads(base64.b64decode(message["body"]))
+        assert message["content-type"] == "application/json" and len(raw) < 4_000 < len(data)
+        assert body[1]["spec"] == SPEC.to_json()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_waiters_on_many_nodes_share_one_decode(redis_url: str, worker: WorkerProcess) -> None:
+    async def main() -> None:
+        data = slow_image()
+        async with stage_at(redis_url) as first, stage_at(redis_url) as second:
+            before = cpu_s(worker.child_pids[0])
+            await first.tiles(many_scan_jpeg(4096, 501), SPEC, LIMITS, deadline_s=100)
+            alone = cpu_s(worker.child_pids[0]) - before
+            calls = [stage.tiles(data, SPEC, LIMITS, deadline_s=100) for stage in (first, second) * 3]
+            results = await asyncio.gather(*calls)
+            assert all(np.array_equal(tiles.pixels, results[0].pixels) for tiles in results)
+            assert cpu_s(worker.child_pids[0]) - before < 3.5 * alone
+
+    asyncio.run(main())
+
+
+def test_decode_process_killed_in_mid_task_costs_an_attempt_not_the_answer(
+    redis_url: str, worker: WorkerProcess
+) -> None:
+    async def main() -> None:
+        async with stage_at(redis_url) as stage:
+            task = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=100))
+            os.kill(await until_decoding(worker), signal.SIGKILL)
+            assert (await task).pixels.shape[1:] == (32, 32, 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_worker_killed_in_mid_task_is_followed_by_another(redis_url: str) -> None:
+    async def main() -> None:
+        async with stage_at(redis_url) as stage:
+            with celery_worker(redis_url) as worker:
+                task = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=100))
+                await until_decoding(worker)
+                worker.kill()
+            assert not task.done()
+            with celery_worker(redis_url):
+                assert (await task).pixels.shape[1:] == (32, 32, 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_d9_poison_image_ends_after_three_attempts_and_the_worker_lives(redis_url: str) -> None:
+    async def main() -> None:
+        out = io.BytesIO()
+        Image.new("RGB", (6000, 6000)).save(out, "PNG", compress_level=1)
+        poison = out.getvalue()
+        with celery_worker(redis_url, limits=DecodeLimits(memory_bytes=100 << 20)) as worker:
+            async with stage_at(redis_url) as stage:
+                task = asyncio.create_task(stage.tiles(poison, SPEC, LIMITS, deadline_s=100))
+                pids: set[int] = set()
+                while not task.done():
+                    pids.update(worker.child_pids)
+                    await asyncio.sleep(0.02)
+                with pytest.raises(ImageError) as caught:
+                    await task
+                assert caught.value.code == "image_processing_failed"
+                await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+                assert len(pids | set(worker.child_pids)) == 4  # three died of it, the fourth serves on
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_d9_image_that_decodes_for_ever_ends_after_three_attempts(
+    redis_url: str, worker: WorkerProcess
+) -> None:
+    async def main() -> None:
+        async with stage_at(redis_url, DecodeLimits(cpu_s=1)) as stage:
+            with pytest.raises(ImageError) as caught:
+                await stage.tiles(many_scan_jpeg(4096, 60_000), SPEC, LIMITS, deadline_s=100)
+            assert caught.value.code == "image_processing_failed"
+            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outage", ["stopped", "frozen"])
+def test_redis_away_for_five_seconds_loses_nothing(redis_server: RedisServer, outage: str) -> None:
+    async def main() -> None:
+        begin, end = {
+            "stopped": (redis_server.stop, redis_server.start),
+            "frozen": (redis_server.freeze, redis_server.thaw),
+        }[outage]
+        with celery_worker(redis_server.url) as worker:
+            async with stage_at(redis_server.url) as stage:
+                running = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=100))
+                await until_decoding(worker)
+                queued = [
+                    asyncio.create_task(stage.tiles(png(seed), SPEC, LIMITS, deadline_s=100))
+                    for seed in range(5)
+                ]
+                await asyncio.sleep(0.1)
+                await asyncio.to_thread(begin)
+                late = [
+                    asyncio.create_task(stage.tiles(png(seed), SPEC, LIMITS, deadline_s=100))
+                    for seed in range(5, 10)
+                ]
+                await asyncio.sleep(5)
+                await asyncio.to_thread(end)
+                results = await asyncio.gather(running, *queued, *late)
+                for seed, tiles in enumerate(results[1:]):
+                    assert np.array_equal(tiles.pixels, preprocess(png(seed), SPEC).pixels)
+
+    asyncio.run(main())
+
+
+def test_deadline_holds_while_redis_is_away(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        redis_server.stop()
+        async with stage_at(redis_server.url) as stage:
+            started = time.monotonic()
+            with pytest.raises(StageUnavailable) as caught:
+                await stage.tiles(png(), SPEC, LIMITS, deadline_s=1)
+            assert caught.value.code == "preprocessing_unavailable"
+            assert time.monotonic() - started < 20
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_stopped_worker_finishes_what_it_has(redis_url: str) -> None:
+    async def main() -> None:
+        with celery_worker(redis_url) as worker:
+            async with stage_at(redis_url) as stage:
+                task = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=100))
+                await until_decoding(worker)
+                stopping = threading.Thread(target=worker.stop)
+                stopping.start()
+                assert (await task).grid.num_tiles > 0
+                await asyncio.to_thread(stopping.join)
+
+    asyncio.run(main())
+
+
+def test_full_store_is_told_at_once(redis_url: str) -> None:
+    async def main() -> None:
+        store = open_store(redis_url)
+        async with stage_at(redis_url) as stage:
+            stage._store = open_store(redis_url, cap_bytes=100)
+            with pytest.raises(StageUnavailable) as caught:
+                await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            assert caught.value.code == "preprocessing_overloaded"
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_worker_never_loads_torch() -> None:
+    code = (
+        "import sys, workers.preprocess_worker;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,39 @@
+"""The Celery application: JSON only, late acknowledgement, one message at a time."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+PREPROCESS_QUEUE = "preprocess"
+TILES_TASK = "preprocess.tiles"
+
+_SOCKET_TIMEOUT_S = 5.0  # above the second that a worker's blocking read takes
+
+
+def make_app(broker_url: str) -> Celery:
+    """No result backend: results travel through the blob store, states through the ledger."""
+    app = Celery("vlm", broker=broker_url, set_as_current=False)
+    app.conf.update(
+        task_serializer="json",
+        result_serializer="json",
+        accept_content=["json"],
+        result_accept_content=["json"],
+        task_ignore_result=True,
+        task_acks_late=True,
+        # whoever waits for a lost worker's task sends it again, sooner than the broker would
+        task_reject_on_worker_lost=False,
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=True,
+        task_default_queue=PREPROCESS_QUEUE,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_connection_timeout=_SOCKET_TIMEOUT_S,
+        broker_transport_options={
+            "socket_timeout": _SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+            "socket_keepalive": True,
+        },
+        worker_hijack_root_logger=False,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+    )
+    return app

@@ -1,0 +1,134 @@
+"""Who works on what, kept in Redis: leases, attempts, waiters and verdicts of one kind of work.
+
+A piece of work has a content key, so doing it twice does no harm, and nothing here has to be exact:
+- waiters: who wants the result, renewed by asking; a message that nobody wants any more is dropped.
+- claim: a message for it is under way; ends when a worker takes it up, or by itself if the message is lost.
+- lease: a worker is at it, renewed by its heartbeat. No lease after an attempt began means that it died.
+- attempts: how often it was begun; a piece that has used them all is failed, whoever notices.
+- verdict: why it failed, for every waiter, for a while.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import redis
+
+LEASE_S = 2.0
+HEARTBEAT_S = 0.5
+WAITER_S = 10.0
+CLAIM_S = 10.0
+ATTEMPTS_S = 600.0
+VERDICT_S = 30.0
+
+# KEYS of every script: waiters, claim, lease, attempts, verdict
+_LOOK = """
+local t = redis.call('TIME')
+redis.call('ZADD', KEYS[1], t[1] + ARGV[2], ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return {redis.call('EXISTS', KEYS[3]), redis.call('GET', KEYS[4]) or '0', redis.call('GET', KEYS[5]) or ''}
+"""
+_LEAVE = """
+local t = redis.call('TIME')
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+return redis.call('ZCARD', KEYS[1])
+"""
+_BEGIN = """
+local t = redis.call('TIME')
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+redis.call('DEL', KEYS[2])
+if redis.call('ZCARD', KEYS[1]) == 0 or redis.call('EXISTS', KEYS[5]) == 1 then return 'unwanted' end
+if redis.call('EXISTS', KEYS[3]) == 1 then return 'running' end
+if tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[3]) then return 'exhausted' end
+redis.call('INCR', KEYS[4])
+redis.call('PEXPIRE', KEYS[4], ARGV[4])
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
+return 'begun'
+"""
+_BEAT = """
+local owner = redis.call('GET', KEYS[3])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_END = """
+if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
+if ARGV[2] == 'done' then redis.call('DEL', KEYS[4]) end
+if ARGV[2] == 'undone' and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('DECR', KEYS[4]) end
+return 1
+"""
+
+Outcome = Literal["done", "failed", "undone"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkState:
+    running: bool
+    attempts: int
+    verdict: tuple[str, str] | None  # code, message
+
+
+class WorkLedger:
+    """Every method may raise `redis.RedisError`."""
+
+    def __init__(self, client: redis.Redis, kind: str) -> None:
+        self._client = client
+        self._prefix = f"vlm:{kind}"
+        self.channel = f"{self._prefix}:done"
+        self._look, self._leave, self._begin, self._beat, self._end = (
+            client.register_script(script) for script in (_LOOK, _LEAVE, _BEGIN, _BEAT, _END)
+        )
+
+    def look(self, key: str, waiter: str) -> WorkState:
+        """How the work stands; asking keeps `waiter` on the list for WAITER_S."""
+        running, attempts, verdict = self._look(keys=self._keys(key), args=[waiter, round(WAITER_S)])
+        code_and_message = json.loads(verdict) if verdict else None
+        return WorkState(bool(running), int(attempts), tuple(code_and_message) if code_and_message else None)
+
+    def leave(self, key: str, waiter: str) -> int:
+        """How many still wait."""
+        return int(self._leave(keys=self._keys(key), args=[waiter]))
+
+    def claim(self, key: str) -> bool:
+        """True for the one who has to send the message."""
+        return bool(self._client.set(self._keys(key)[1], b"1", px=_ms(CLAIM_S), nx=True))
+
+    def unclaim(self, key: str) -> None:
+        self._client.delete(self._keys(key)[1])
+
+    def begin(self, key: str, token: str, max_attempts: int) -> str:
+        """`begun`, or why not: `unwanted`, `running` elsewhere, `exhausted`."""
+        args = [token, _ms(LEASE_S), max_attempts, _ms(ATTEMPTS_S)]
+        return bytes(self._begin(keys=self._keys(key), args=args)).decode()
+
+    def beat(self, key: str, token: str) -> None:
+        """Renews the lease, or takes it again if Redis forgot it meanwhile."""
+        self._beat(keys=self._keys(key), args=[token, _ms(LEASE_S)])
+
+    def end(self, key: str, token: str, outcome: Outcome) -> None:
+        """`undone` takes the attempt back: it was no fault of the work. Wakes whoever waits."""
+        self._end(keys=self._keys(key), args=[token, outcome])
+        self.announce(key)
+
+    def fail(self, key: str, code: str, message: str, ttl_s: float = VERDICT_S) -> None:
+        """The verdict for everyone who waits and for whoever asks within `ttl_s`."""
+        keys = self._keys(key)
+        with self._client.pipeline() as pipeline:
+            pipeline.set(keys[4], json.dumps([code, message]), px=_ms(ttl_s))
+            pipeline.delete(keys[3])
+            pipeline.execute()
+
+    def announce(self, key: str) -> None:
+        self._client.publish(self.channel, key)
+
+    def _keys(self, key: str) -> list[str]:
+        names = ("waiters", "claim", "lease", "attempts", "verdict")
+        return [f"{self._prefix}:{name}:{key}" for name in names]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,33 @@
+"""`vlm worker preprocess`: Celery's prefork pool with our tasks on the preprocess queue."""
+
+from __future__ import annotations
+
+from workers.blobs import open_store
+from workers.celery_app import PREPROCESS_QUEUE, make_app
+from workers.ledger import WorkLedger
+from workers.redis_client import connect
+from workers.stages import DecodeLimits
+from workers.tasks import register_tasks
+
+_PATIENCE_S = 60.0  # a worker keeps its finished tiles so long for a Redis that is away
+
+
+def run(broker: str, store: str, concurrency: int, limits: DecodeLimits | None = None) -> None:
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for a URL that isn't Redis's.
+
+    concurrency: decode processes, one thread each.
+    """
+    app = make_app(broker)
+    blobs = open_store(store, patience_s=_PATIENCE_S)
+    ledger = WorkLedger(connect(store, _PATIENCE_S), PREPROCESS_QUEUE)
+    register_tasks(app, blobs, ledger, limits or DecodeLimits())
+    worker = app.Worker(
+        pool="prefork",
+        concurrency=concurrency,
+        queues=[PREPROCESS_QUEUE],
+        loglevel="WARNING",
+        without_mingle=True,
+        without_gossip=True,
+        quiet=True,
+    )
+    worker.start()
