@@ -128,7 +128,7 @@ class Scheduler:
             if need > self._pool.num_available:
                 self.preemption.preempt(group, now)
                 break
-            if need:
+            if need or group.fork_at is not None:
                 self._extend(group, batch)
             index += 1
 

@@ -95,6 +95,17 @@ def test_no_block_is_copied_when_the_prompt_fills_its_blocks() -> None:
     assert not any(plan.copies for plan in harness.backend.plans)
 
 
+def test_the_last_choice_left_writes_in_place() -> None:
+    """One choice ends with its first token: the other is the only holder of the partly filled block."""
+    request = request_of("r", PROMPT, n=2, temperature=1.0, seed=0, max_tokens=9, ignore_eos=False)
+    first, second = (sampled(request, choice)[0] for choice in (0, 1))
+    assert first != second
+    harness = run(request, eos=frozenset({first}))
+    assert harness.answer("r", 0).token_ids == [first]
+    assert len(harness.answer("r", 1).token_ids) > 3
+    assert not any(plan.copies for plan in harness.backend.plans)
+
+
 def reference_beams(prompt: Prompt, width: int, max_tokens: int, eos: int) -> list[tuple[list[int], float]]:
     """Beam search on whole token lists, everything recomputed: (tokens, score per token), best first."""
     live: list[tuple[list[int], float]] = [([], 0.0)]

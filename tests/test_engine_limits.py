@@ -250,6 +250,18 @@ def test_interactive_work_never_preempts_interactive_or_aged_work_to_start() -> 
     assert harness.engine.stats().preempted_recompute == 0
 
 
+def test_an_earlier_request_whose_image_arrives_late_takes_nobodys_slot() -> None:
+    harness = Harness(max_running=1, encodes=False)
+    harness.submit(request_of("early", prompt_of([1], ("A", 5), [2])))
+    harness.submit(request_of("late", prompt_of([3] * 4)))
+    harness.step()
+    harness.encode(A)
+    harness.run()
+    stats = harness.engine.stats()
+    assert stats.preempted_recompute == stats.preempted_swap == 0
+    assert harness.answer("early").token_ids == greedy(prompt_of([1], ("A", 5), [2]), 8)
+
+
 def test_static_batching_waits_for_the_whole_batch() -> None:
     """The yardstick of slot use: outputs of 2 and 8 on two slots use 10 of 16 slot-steps."""
     harness = Harness(max_running=2, batching="static", prefix_cache=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_backend import FakeClock, Harness, greedy, prompt_of, request_of
+from fake_backend import FakeClock, Harness, greedy, image_key, prompt_of, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +128,38 @@ def test_a_swapped_request_computes_nothing_twice() -> None:
     harness.run()
     assert harness.engine.stats().preempted_swap > 0
     assert harness.backend.num_tokens == 3 * (3 + 12 - 1)
+
+
+def test_a_swapped_requests_blocks_are_found_again() -> None:
+    """What was swapped in is published anew, so that a second turn hits it."""
+    harness = Harness(num_blocks=12, block_size=2, preemption="swap")
+    for i in range(3):
+        harness.submit(request_of(f"r{i}", prompt_of([i] * 3), max_tokens=12))
+    harness.run()
+    assert harness.engine.stats().preempted_swap > 0
+    last = max(range(3), key=lambda i: [key[0] for key in harness.answers].index(f"r{i}"))
+    harness.submit(
+        request_of("turn", prompt_of([last] * 3 + harness.answer(f"r{last}").token_ids), max_tokens=1)
+    )
+    harness.run()
+    usage = harness.finished["turn"].usage
+    assert usage is not None and usage.cached_tokens == 14
+
+
+def test_a_preempted_request_holds_no_visual_tokens() -> None:
+    """Its image may be evicted while it waits, and the image's room serves others."""
+    harness = Harness(num_blocks=12, block_size=2, max_step_tokens=4, preemption="recompute")
+    harness.submit(request_of("first", prompt_of([1] * 2), max_tokens=20))
+    harness.step()
+    harness.submit(request_of("image", prompt_of([2], ("A", 14), [3]), "batch", max_tokens=2))
+    for _ in range(2):
+        harness.step()
+    assert harness.visuals.holds == {image_key("A"): 1}
+    harness.submit(request_of("now", prompt_of([4] * 3), max_tokens=2))
+    harness.step()
+    assert harness.engine.stats().preempted_recompute == 1 and not harness.visuals.holds
+    harness.run()
+    harness.assert_clean()
 
 
 def test_decodes_come_first_and_chunks_share_what_is_left() -> None:
