@@ -158,7 +158,7 @@ class RedisBlobStore:
             if not self._reserve(keys=self._accounts, args=[key, size, ttl_ms, self._cap_bytes]):
                 raise BlobStoreFull
             # the reservation is forgotten at its expiry if this write is lost
-            self._client.set(self._name(key), data, px=ttl_ms)  # type: ignore[arg-type]
+            self._client.execute_command("SET", self._name(key), data, "PX", ttl_ms)
         except ResponseError as error:
             if not _out_of_memory(error):
                 raise BlobStoreUnavailable from error
@@ -180,7 +180,9 @@ class RedisBlobStore:
         self._guard(lambda: self._forget(keys=self._accounts, args=[key, self._name(key)]))
 
     def used_bytes(self) -> int:
-        return int(self._guard(lambda: self._used(keys=self._accounts)))  # type: ignore[call-overload]
+        used = self._guard(lambda: self._used(keys=self._accounts))
+        assert isinstance(used, int)
+        return used
 
     def close(self) -> None:
         self._client.close()

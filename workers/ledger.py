@@ -102,7 +102,7 @@ class WorkLedger:
 
     def begin(self, key: str, token: str, max_attempts: int) -> str:
         """`begun`, or why not: `unwanted`, `running` elsewhere, `exhausted`."""
-        args = [token, _ms(LEASE_S), max_attempts, _ms(ATTEMPTS_S)]
+        args: list[str | int] = [token, _ms(LEASE_S), max_attempts, _ms(ATTEMPTS_S)]
         return bytes(self._begin(keys=self._keys(key), args=args)).decode()
 
     def beat(self, key: str, token: str) -> None:
