@@ -89,6 +89,10 @@ class TowerShape:
         connector = 2 * self.connector_params * self.geometry.tokens_per_tile
         return float(num_tiles * (linear + attention + connector))
 
+    def elements(self, num_tiles: int) -> int:
+        """Channels of every patch in every layer: what norms and activations pass over."""
+        return self.geometry.num_patches(num_tiles) * self.num_layers * self.width
+
     def weight_bytes(self, element_bytes: float = 2) -> int:
         return math.ceil(self.num_params * element_bytes)
 

@@ -33,6 +33,7 @@ from llm.cost.params import CostError
 from llm.cost.rules import (
     batch_at_ridge,
     expected_tokens,
+    make_swap_rule,
     recompute_seconds,
     speculation_pays,
     speculation_speedup,
@@ -89,6 +90,7 @@ __all__ = [
     "kv_share",
     "linear_flops",
     "logits_bytes",
+    "make_swap_rule",
     "max_batch",
     "num_blocks",
     "parallel_decode_time",

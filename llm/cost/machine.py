@@ -31,12 +31,15 @@ class Machine:
     bandwidth: float  # bytes/s of main memory
     memory_bytes: int
     peak_flops_8bit: float = 0.0  # 0: no faster than 16-bit
-    compute_efficiency: float = 0.45  # of the peak, in prefill and in batched decode
+    compute_efficiency: float = 0.45  # of the peak, in prefill
+    decode_efficiency: float = 0.0  # of the peak, in steps of decodes alone; 0: as in prefill
     tower_efficiency: float = 0.40  # of the peak, in the vision tower
     bandwidth_efficiency: float = 1.0  # MBU; 1 makes every time a floor
     step_overhead_s: float = 0.0  # launches and scheduling of a step, whatever its size
     layer_overhead_s: float = 0.0  # the same, per decoder layer
     tower_overhead_s: float = 0.0  # the same, per tower layer and call
+    element_s: float = 0.0  # norms, activations, copies: per token, layer and channel of a decoder
+    tower_element_s: float = 0.0  # the same, per patch, layer and channel of a tower
     cache_bytes: float = 0.0  # working sets up to this size stream at cache_bandwidth
     cache_bandwidth: float = 0.0
     host_bandwidth: float = 0.0  # bytes/s to host memory, one way
@@ -44,7 +47,8 @@ class Machine:
     collective_s: float = 6e-6  # latency of one all-reduce
     hop_s: float = 10e-6  # latency of one point-to-point transfer
     workspace_bytes: int = 2_000_000_000  # graphs, scratch, buffers, fragmentation
-    preprocess_s_per_tile: float = 1.2e-3  # CPU seconds to decode, resize and cut, per tile
+    preprocess_s_per_tile: float = 1.2e-3  # CPU seconds to resize and cut, per tile
+    preprocess_s_per_megapixel: float = 0.0  # CPU seconds to decode, where they are known apart
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -53,6 +57,15 @@ class Machine:
         for share in (self.compute_efficiency, self.tower_efficiency, self.bandwidth_efficiency):
             if not 0 < share <= 1:
                 raise CostError("an efficiency is above 0 and at most 1")
+        if not 0 <= self.decode_efficiency <= 1:
+            raise CostError("an efficiency is at most 1")
+
+    def rate(self, compute_bits: int = 16, decoding: bool = False) -> float:
+        """FLOP/s that a decoder achieves."""
+        efficiency = (
+            self.decode_efficiency if decoding and self.decode_efficiency else self.compute_efficiency
+        )
+        return self.flops(compute_bits) * efficiency
 
     def flops(self, compute_bits: int = 16) -> float:
         """Peak FLOP/s at this width. 32-bit on an accelerator is not modelled: it runs at the 16-bit peak."""

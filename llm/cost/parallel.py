@@ -103,7 +103,7 @@ def pipeline_decode_time(
     parallel = parallel or Parallel()
     group = -(-batch // parallel.pipeline)
     work = decode_work(shape, group, context, precision)
-    one = time_work(work, shape, machine, group, precision, parallel.tensor)
+    one = time_work(work, shape, machine, group, precision, parallel.tensor, decoding=True)
     hops = (parallel.pipeline - 1) * machine.hop_s
     launches = (parallel.pipeline - 1) * machine.step_overhead_s  # a stage is a step of its own
     return replace(one, latency_s=one.latency_s + hops, overhead_s=one.overhead_s + launches)
@@ -125,7 +125,7 @@ def expert_decode_time(
     shared = shape.shared_params - shape.embed_params
     routed = weights_read(shape, batch) - shared
     weights = (shared + routed / n) * precision.weight_bytes
-    one = time_work(replace(work, weight_bytes=weights), shape, machine, local, precision)
+    one = time_work(replace(work, weight_bytes=weights), shape, machine, local, precision, decoding=True)
     if n == 1:
         return one
     collectives = 2 * shape.num_layers

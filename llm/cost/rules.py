@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llm.cost.machine import Machine, Precision
 from llm.cost.memory import kv_bytes
 from llm.cost.shape import DecoderShape
@@ -47,6 +49,18 @@ def swap_is_cheaper(
     private = max(0, num_tokens - num_cached)
     swap = swap_seconds(shape, machine, private, precision, block_size)
     return swap < recompute_seconds(shape, machine, num_tokens, num_cached, precision)
+
+
+def make_swap_rule(
+    shape: DecoderShape, machine: Machine, precision: Precision | None = None, block_size: int = 16
+) -> Callable[[int, int], bool]:
+    """The engine's question as it asks it: (tokens to recompute, blocks to copy) -> swap?"""
+
+    def swap(num_tokens: int, num_blocks: int) -> bool:
+        moved = swap_seconds(shape, machine, num_blocks * block_size, precision)
+        return moved < recompute_seconds(shape, machine, num_tokens, 0, precision)
+
+    return swap
 
 
 def batch_at_ridge(machine: Machine, precision: Precision | None = None) -> float:

@@ -11,6 +11,7 @@ from llm.cost.memory import STATE_BYTES, kv_elements_per_layer, kv_share
 from llm.cost.params import CostError
 from llm.cost.shape import DecoderShape
 
+DECODE_ROWS = 8  # a chunk of more new tokens is a prompt's, not a decode or a verification
 Bound = Literal["compute", "bandwidth", "communication", "overhead", "capacity", "queue"]
 
 
@@ -162,10 +163,12 @@ def time_work(
     num_tokens: int,
     precision: Precision | None = None,
     tensor: int = 1,
+    decoding: bool = False,
 ) -> StepTime:
     """The time of `work` on `tensor` devices that share every layer.
 
-    A layer has two all-reduces of [num_tokens, d_model] in 16 bits; a ring moves 2(n - 1)/n of that.
+    `decoding`: the step has one new token a sequence, or a few. A layer has two all-reduces of
+    [num_tokens, d_model] in 16 bits; a ring moves 2(n - 1)/n of that.
     """
     precision = precision or Precision()
     per_device = work.weight_bytes / tensor + work.kv_bytes * kv_share(shape, tensor)
@@ -174,8 +177,10 @@ def time_work(
     if collectives and machine.link_bandwidth:
         moved = 2 * (tensor - 1) / tensor * num_tokens * shape.d_model * 2
         payload = collectives * moved / machine.link_bandwidth
+    arithmetic = work.flops / machine.rate(precision.compute_bits, decoding)
+    elementwise = num_tokens * shape.num_layers * shape.d_model * machine.element_s
     return StepTime(
-        compute_s=work.flops / (tensor * machine.flops(precision.compute_bits) * machine.compute_efficiency),
+        compute_s=(arithmetic + elementwise) / tensor,
         bandwidth_s=machine.stream_seconds(per_device),
         payload_s=payload,
         latency_s=collectives * machine.collective_s,
@@ -192,7 +197,9 @@ def step_time(
 ) -> StepTime:
     """The time of one engine step over `chunks`."""
     num_tokens = sum(chunk.new_tokens for chunk in chunks)
-    return time_work(step_work(shape, chunks, precision), shape, machine, num_tokens, precision, tensor)
+    decoding = max(chunk.new_tokens for chunk in chunks) <= DECODE_ROWS
+    work = step_work(shape, chunks, precision)
+    return time_work(work, shape, machine, num_tokens, precision, tensor, decoding)
 
 
 def prefill_time(
@@ -218,4 +225,4 @@ def decode_time(
 ) -> StepTime:
     """TPOT of `batch` sequences that all attend to `context` positions."""
     work = decode_work(shape, batch, context, precision)
-    return time_work(work, shape, machine, batch, precision, tensor)
+    return time_work(work, shape, machine, batch, precision, tensor, decoding=True)

@@ -15,7 +15,7 @@ from llm.cost import (
     max_batch,
     parallel_decode_time,
 )
-from vlm.plan.render import count, grid, milliseconds, pairs, percent
+from vlm.plan.render import count, duration, grid, pairs, percent
 from vlm.plan.roofline import batch_cross, intensity_ceiling, long_context_intensity, throughput_ceiling
 
 
@@ -118,7 +118,7 @@ def render_batch(plan: BatchPlan, title: str) -> str:
     table = [
         (
             f"{point.batch}{'' if point.batch <= plan.max_batch else ' (no room)'}",
-            milliseconds(point.tpot_s),
+            duration(point.tpot_s),
             count(point.tokens_per_s),
             count(point.user_tokens_per_s),
             f"{point.intensity:.3g}",

@@ -92,23 +92,10 @@ def _tower_of_preset(vision: Mapping[str, Any], d_model: int) -> TowerShape:
     )
 
 
-def tower_of(config: EncoderConfig) -> TowerShape:
-    """The cost side of an encoder's configuration."""
-    return TowerShape(
-        geometry=config.geometry,
-        num_layers=config.tower.num_layers,
-        width=config.tower.width,
-        intermediate=config.tower.intermediate,
-        d_model=config.connector.d_model,
-        connector=config.connector.kind,
-        connector_intermediate=config.connector.intermediate,
-    )
-
-
 def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedModel:
     tower = tiling = None
     if config.get("model_type") in ("smolvlm", "idefics3"):
-        tower = tower_of(EncoderConfig.from_hf(config))
+        tower = EncoderConfig.from_hf(config).shape
         for file in ("processor_config.json", "preprocessor_config.json"):
             if tiling is None and (directory / file).is_file():
                 tiling = Idefics3Tiling.from_processor_config(json.loads((directory / file).read_text()))

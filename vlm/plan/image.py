@@ -19,7 +19,7 @@ from llm.cost import (
     prefill_time,
 )
 from preprocess.types import Detail, TileGrid, TilingRule
-from vlm.plan.render import binary, count, gigabytes, grid, milliseconds, pairs, percent
+from vlm.plan.render import binary, count, duration, gigabytes, grid, pairs, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def encode_time(
     precision = precision or Precision()
     rate = machine.flops(precision.compute_bits) * machine.tower_efficiency
     return StepTime(
-        compute_s=tower.flops(num_tiles) / rate,
+        compute_s=tower.flops(num_tiles) / rate + tower.elements(num_tiles) * machine.tower_element_s,
         bandwidth_s=machine.stream_seconds(tower.weight_bytes(precision.weight_bytes)),
         overhead_s=machine.tower_overhead_s * tower.num_layers if num_tiles else 0.0,
     )
@@ -143,7 +143,8 @@ def plan_image(
     visual = tower.geometry.num_visual_tokens(num_tiles)
     text = text_tokens + marker_tokens
     prompt = visual + text
-    preprocess_s = num_tiles * machine.preprocess_s_per_tile
+    megapixels = sum(cost.width * cost.height for cost in per_image) / 1e6
+    preprocess_s = num_tiles * machine.preprocess_s_per_tile + megapixels * machine.preprocess_s_per_megapixel
     encode = encode_time(tower, machine, num_tiles, precision)
     prefill = prefill_time(decoder, machine, prompt, 0, precision)
     encode_s = encode.seconds if num_tiles else 0.0
@@ -188,12 +189,12 @@ def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
         ("patch tokens", f"{plan.patch_tokens:,} ({plan.tiles} tiles, {plan.images} images)"),
         ("visual tokens", f"{plan.visual_tokens:,}"),
         ("prompt tokens", f"{plan.prompt_tokens:,}"),
-        ("TTFT", milliseconds(plan.ttft_s)),
-        ("  preprocess (CPU)", milliseconds(plan.preprocess_s)),
-        ("  vision tower", milliseconds(plan.encode_s)),
-        ("  prefill", milliseconds(plan.prefill_s)),
+        ("TTFT", duration(plan.ttft_s)),
+        ("  preprocess (CPU)", duration(plan.preprocess_s)),
+        ("  vision tower", duration(plan.encode_s)),
+        ("  prefill", duration(plan.prefill_s)),
         ("vision share of TTFT", percent(plan.vision_share)),
-        ("TTFT, next question", milliseconds(plan.warm_ttft_s)),
+        ("TTFT, next question", duration(plan.warm_ttft_s)),
         ("KV per request", f"{gigabytes(plan.kv_per_request_bytes)} ({binary(plan.kv_per_request_bytes)})"),
         ("concurrent conversations", count(plan.conversations)),
         (

@@ -27,10 +27,12 @@ def binary(num_bytes: float) -> str:
     return f"{num_bytes:g} B"
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if math.isinf(seconds):
         return "endless"
-    if seconds >= 10:
+    if seconds < 1e-6:
+        return "0 ms"
+    if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from llm.cost import (
@@ -129,7 +130,7 @@ class _Clock:
         return kv_bytes(self.shape, length, self.precision.kv_bytes)
 
     def arrived(self) -> int:
-        return sum(1 for track in self.waiting if track.request.arrival_s <= self.now)
+        return sum(1 for _ in takewhile(lambda track: track.request.arrival_s <= self.now, self.waiting))
 
     def admit(self, free_slots: Sequence[int]) -> list[Track]:
         """Waiting requests in order of arrival, as far as slots and memory reach."""
@@ -154,6 +155,8 @@ class _Clock:
 
     def step(self, work: Sequence[tuple[Track, Chunk]], idle: Sequence[Track] = ()) -> None:
         """One pass over `work`; `idle` tracks hold a slot, and are computed as padding, without a result."""
+        held = len(work) + len(idle)
+        wanted = max(held, min(self.rules.slots, held + self.arrived()))
         padding = [Chunk(1, track.context, 0) for track in idle]
         time = step_time(self.shape, self.machine, [chunk for _, chunk in work] + padding, self.precision)
         start, self.now = self.now, self.now + time.seconds
@@ -166,8 +169,7 @@ class _Clock:
             self._span(track, start, "prefill" if prefilling else "decode")
         for track in idle:
             self._span(track, start, "idle")
-        held = len(work) + len(idle)
-        self._count(time, len(work), max(held, min(self.rules.slots, held + self.arrived())))
+        self._count(time, len(work), wanted)
 
     def _count(self, time: StepTime, busy: int, wanted: int) -> None:
         self.sim.num_steps += 1

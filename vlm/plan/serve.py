@@ -22,7 +22,7 @@ from llm.cost import (
     prefill_time,
     step_time,
 )
-from vlm.plan.render import count, gigabytes, milliseconds, pairs, percent
+from vlm.plan.render import count, duration, gigabytes, pairs, percent
 from vlm.plan.roofline import end_to_end_seconds, littles_law
 
 
@@ -186,9 +186,9 @@ def render_serve(plan: ServePlan, title: str) -> str:
             ("yes" if plan.fits else "no")
             + f" ({gigabytes(plan.device_bytes_used)} a device, B_max {count(plan.max_batch)})",
         ),
-        ("TTFT", f"{milliseconds(plan.ttft_s)} ({plan.ttft_binds})"),
-        ("TPOT", f"{milliseconds(plan.tpot_s)} ({plan.tpot_binds})"),
-        ("E2E latency", milliseconds(plan.e2e_s)),
+        ("TTFT", f"{duration(plan.ttft_s)} ({plan.ttft_binds})"),
+        ("TPOT", f"{duration(plan.tpot_s)} ({plan.tpot_binds})"),
+        ("E2E latency", duration(plan.e2e_s)),
         ("output tok/s, all seqs", count(plan.output_tokens_per_s)),
         ("per-user tok/s", count(plan.user_tokens_per_s)),
         ("KV share of step bytes", percent(plan.kv_share_of_step)),

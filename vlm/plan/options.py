@@ -1,0 +1,56 @@
+"""Options that the planning commands share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llm.cost import CostError, DecoderShape, Precision
+from vlm.plan.catalog import PlannedModel
+from vlm.plan.render import to_json
+
+Model = Annotated[
+    str, typer.Option("--model", help="A preset, 'default', a checkpoint folder or a config.json.")
+]
+Device = Annotated[
+    str, typer.Option("--machine", help="h100, h200, a100, l40s, rtx4090, or 'this' (measured now).")
+]
+Weights = Annotated[float, typer.Option("--weight-bits", help="Bits per parameter: 32, 16, 8 or 4.")]
+Cache = Annotated[float, typer.Option("--kv-bits", help="Bits per cached element: 32, 16, 8 or 4.")]
+Compute = Annotated[int, typer.Option("--compute-bits", help="Width of matrix multiplies: 16 or 8.")]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        Device=Annotated[
+            str, typer.Option("--machine", help="h100, h200, a100, l40s, rtx4090, or this (measured now).")
+        ],
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw a chart.")]
+
+
+def precision_of(weight_bits: float, kv_bits: float, compute_bits: int = 16) -> Precision:
+    for bits in (weight_bits, kv_bits):
+        if bits not in (4, 8, 16, 32):
+            raise CostError("an element has 32, 16, 8 or 4 bits")
+    return Precision(weight_bits / 8, kv_bits / 8, compute_bits)
+
+
+def decoder_of(model: PlannedModel, exact: bool) -> DecoderShape:
+    return model.decoder if exact else model.decoder.lumped()
+
+
+def show(plan: Any, text: str, as_json: bool, **more: Any) -> None:
+    """The table, or one JSON object of the same values."""
+    print(to_json({**more, **asdict(plan)}) if as_json else text)
+
+
+def at_least_one(value: int, name: str) -> int:
+    if value < 1:
+        raise CostError(f"{name} is at least 1")
+    return value
