@@ -90,23 +90,29 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
     return numbers
 
 
+async def make_run(
+    pipeline: Pipeline, journal: Journal, renderer: PageRenderer, question: Question, options: RunOptions
+) -> CaptionRun:
+    """A run over a pipeline that may still have to be started."""
+    spec = pipeline.spec
+    revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
+    return CaptionRun(
+        Answerer(pipeline, journal),
+        journal,
+        DocumentReader(renderer, pipeline.limits, renderer.limits),
+        question,
+        RowContext(question.digest, question.preset, spec.name, revision),
+        options,
+    )
+
+
 async def _run(
     job: CaptionJob, form: Format, journal: Journal, make_pipeline: Callable[[], Pipeline]
 ) -> dict[str, Any]:
     pipeline = make_pipeline()
-    limits = PageLimits(dpi=job.question.dpi)
-    renderer = PageRenderer(limits, job.render_processes)
+    renderer = PageRenderer(PageLimits(dpi=job.question.dpi), job.render_processes)
     skipped = Skipped()
-    revision = await asyncio.to_thread(model_revision, pipeline.spec.directory, pipeline.spec.revision)
-    context = RowContext(job.question.digest, job.question.preset, pipeline.spec.name, revision)
-    run = CaptionRun(
-        Answerer(pipeline, journal),
-        journal,
-        DocumentReader(renderer, pipeline.limits, limits),
-        job.question,
-        context,
-        job.options,
-    )
+    run = await make_run(pipeline, journal, renderer, job.question, job.options)
     counting = asyncio.create_task(_count_sources(job.inputs, run.stats))
     try:
         with _Interrupts(run):

@@ -1,0 +1,251 @@
+"""`vlm bench caption`: whole runs over generated folders, beside a loop of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llm.request import Delta, SamplingParams
+from preprocess.pages import PageLimits
+from vlm.bench.pages import draw_page, encode, make_folder
+from vlm.bench.report import report, result, spread, tree_cpu_seconds
+from vlm.build import build_served_pipeline
+from vlm.caption.app import make_run
+from vlm.caption.inputs import find_sources
+from vlm.caption.journal import Journal
+from vlm.caption.presets import Order, Question
+from vlm.caption.rasterise import PageRenderer
+from vlm.caption.runner import RunOptions
+from vlm.caption.stats import RunStats
+from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.pipeline import ChatMessage, ImageInput, Pipeline
+
+ENGINE = EngineOptions(kv_cache_mb=256)
+WINDOW = ENGINE.max_running * 3 // 2
+TOKENS = 160  # of every page's answer, where lengths are fixed
+LONG_PROMPT = " ".join(
+    ["Read every line of the document in order, and write each of them down as it is."] * 6
+)
+ABOUT = {"model": "vlm-default", "dtype": ENGINE.dtype, "threads": ENGINE.threads}
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        results = asyncio.run(over_transformers(root, 8 if quick else 32, 1 if quick else 3))
+        results |= asyncio.run(prompt_orders(root, 16 if quick else 100))
+        results |= asyncio.run(beside_interactive(root, 6 if quick else 30))
+        results |= memory(root, (100, 200) if quick else (100, 500))
+    return report("caption", results)
+
+
+def fixed_length(prompt: str, order: Order = "instruction-first", tokens: int = TOKENS) -> Question:
+    return Question(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), order=order, dpi=72)
+
+
+@asynccontextmanager
+async def running_pipeline() -> AsyncIterator[Pipeline]:
+    """The command's own: engine in a process, one decode process."""
+    pipeline = build_served_pipeline(ServeConfig(decode_processes=1), ENGINE)
+    await pipeline.start()
+    try:
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+async def caption(pipeline: Pipeline, folder: Path, question: Question, window: int = WINDOW) -> RunStats:
+    """One run into a fresh output, with cold caches."""
+    await pipeline.engine.clear_cache()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        journal = Journal(Path(scratch) / "out.jsonl")
+        renderer = PageRenderer(PageLimits(dpi=question.dpi))
+        try:
+            made = await make_run(pipeline, journal, renderer, question, RunOptions(window=window))
+            return await made.run(find_sources([str(folder)]))
+        finally:
+            await renderer.close()
+            journal.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    pages_per_s: float
+    cpu_s_per_page: float
+
+
+async def over_transformers(root: Path, num_pages: int, rounds: int) -> dict[str, Any]:
+    """Distinct pages, 160 tokens each; the opponent's better batch of 1 and 4; taken in turn."""
+    from vlm.bench.opponents import TransformersVlm
+
+    folder = root / "distinct"
+    folder.mkdir()
+    for number in range(num_pages):
+        (folder / f"{number}.png").write_bytes(encode(draw_page(number), "PNG"))
+    paths = sorted(folder.iterdir())[:8]
+    question = fixed_length("Read the text.")
+    opponent = TransformersVlm(Path(DEFAULT_MODEL), threads=ENGINE.threads)
+    _transformers_loop(opponent, paths[:4], 4)  # warm-up
+    ours: list[Rate] = []
+    theirs: dict[int, list[Rate]] = {1: [], 4: []}
+    async with running_pipeline() as pipeline:
+        await caption(pipeline, folder, question)
+        for _ in range(rounds):
+            cpu = tree_cpu_seconds()
+            stats = await caption(pipeline, folder, question)
+            cpu = tree_cpu_seconds() - cpu
+            ours.append(Rate(stats.pages_done / stats.elapsed_s, cpu / stats.pages_done))
+            for batch, rates in theirs.items():
+                rates.append(_transformers_loop(opponent, paths[: 2 * batch], batch))
+    best = max(theirs, key=lambda batch: statistics.median(rate.pages_per_s for rate in theirs[batch]))
+    wall = [a.pages_per_s / b.pages_per_s for a, b in zip(ours, theirs[best], strict=True)]
+    cpu_ratios = [b.cpu_s_per_page / a.cpu_s_per_page for a, b in zip(ours, theirs[best], strict=True)]
+    about = {**ABOUT, "tokens_per_page": TOKENS, "window": WINDOW}
+    return {
+        "over_transformers_pages": result(
+            statistics.median(wall),
+            "times",
+            **about,
+            batch=best,
+            over_in_cpu_seconds=round(statistics.median(cpu_ratios), 2),
+            transformers_pages_per_min=round(60 * _median(theirs[best]), 1),
+            spread=spread(wall),
+        ),
+        "pages_per_min": result(60 * _median(ours), "pages/min", **about, batch=ENGINE.max_running),
+        "cpu_s_per_page": result(statistics.median(rate.cpu_s_per_page for rate in ours), "CPU-s", **about),
+    }
+
+
+def _median(rates: Sequence[Rate]) -> float:
+    return statistics.median(rate.pages_per_s for rate in rates)
+
+
+def _transformers_loop(opponent: Any, paths: Sequence[Path], batch: int) -> Rate:
+    """Files in, texts out, `batch` at a time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for start in range(0, len(paths), batch):
+        chunk = paths[start : start + batch]
+        ids = opponent.generate_batch(
+            [path.read_bytes() for path in chunk], ["Read the text."] * len(chunk), [TOKENS] * len(chunk)
+        )
+        opponent.processor.batch_decode(ids[:, -TOKENS:], skip_special_tokens=True)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Rate(len(paths) / wall, cpu / len(paths))
+
+
+async def prompt_orders(root: Path, num_pages: int) -> dict[str, Any]:
+    """users.md C5: a long instruction before the page and behind it, two tokens an answer."""
+    folder = root / "orders"
+    folder.mkdir()
+    for number in range(num_pages):
+        (folder / f"{number}.png").write_bytes(encode(draw_page(2000 + number, max_scale=2.0), "PNG"))
+    results = {}
+    orders: tuple[Order, ...] = ("instruction-first", "image-first")
+    async with running_pipeline() as pipeline:
+        for order in orders:
+            cpu = tree_cpu_seconds()
+            stats = await caption(pipeline, folder, fixed_length(LONG_PROMPT, order, 2))
+            cpu = tree_cpu_seconds() - cpu
+            name = order.replace("-", "_")
+            about = {**ABOUT, "batch": ENGINE.max_running, "context": stats.prompt_tokens // num_pages}
+            cached = stats.cached_tokens / stats.prompt_tokens
+            results[f"cached_fraction_{name}"] = result(cached, "of prompt tokens", **about)
+            results[f"cpu_s_per_page_{name}"] = result(cpu / num_pages, "CPU-s", **about)
+    return results
+
+
+async def beside_interactive(root: Path, count: int) -> dict[str, Any]:
+    """users.md S7: time to the first token of new and of known images, idle and while a batch runs."""
+    folder = root / "beside"
+    make_folder(folder, 200, pdfs=0, max_scale=2.0)
+    images = [encode(draw_page(5000 + number, max_scale=2.0), "PNG") for number in range(2 * count)]
+    async with running_pipeline() as pipeline:
+        await _first_tokens(pipeline, images[:1])
+        idle = await _first_tokens(pipeline, images[1:count])
+        batch = asyncio.create_task(_keep_captioning(pipeline, folder))
+        await asyncio.sleep(2.0)
+        busy = await _first_tokens(pipeline, images[count:])
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)
+    results = {}
+    for kind in ("cold", "warm"):
+        quiet, loaded = _p95(idle[kind]), _p95(busy[kind])
+        about = {**ABOUT, "batch": ENGINE.max_running, "requests": count}
+        results[f"{kind}_ttft_p95_beside_batch_over_idle"] = result(
+            loaded / quiet, "times", **about, idle_ms=round(quiet, 1), beside_batch_ms=round(loaded, 1)
+        )
+    return results
+
+
+async def _keep_captioning(pipeline: Pipeline, folder: Path) -> None:
+    while True:
+        await caption(pipeline, folder, fixed_length("Read the text.", tokens=64))
+
+
+async def _first_tokens(pipeline: Pipeline, images: Sequence[bytes]) -> dict[str, list[float]]:
+    """One after another: each image cold, then with another question warm. Milliseconds."""
+    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    for number, image in enumerate(images):
+        for kind, question in (("cold", "Read the text."), ("warm", "Describe the image.")):
+            name = f"{kind}-{number}-{time.monotonic_ns()}"
+            messages = [ChatMessage("user", (ImageInput(image), question))]
+            started = time.perf_counter()
+            prepared = pipeline.prepare(name, messages, SamplingParams(max_tokens=4, ignore_eos=True))
+            first = None
+            async for event in pipeline.run(prepared):
+                if isinstance(event, Delta) and first is None:
+                    first = time.perf_counter() - started
+            assert first is not None
+            times[kind].append(1e3 * first)
+    return times
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+def memory(root: Path, sizes: tuple[int, int]) -> dict[str, Any]:
+    """Peak resident memory of the command's whole process tree, by the folder's size."""
+    peaks = {}
+    for num_pages in sizes:
+        folder = root / f"pages{num_pages}"
+        made = make_folder(folder, num_pages, pdfs=2)
+        out = root / f"pages{num_pages}.jsonl"
+        command = [sys.executable, "-m", "vlm.cli.main", "caption", str(folder), "-o", str(out)]
+        started = time.perf_counter()
+        process = psutil.Popen(
+            [*command, "--quiet", "--max-tokens", "24", "--dpi", "72"], stderr=subprocess.DEVNULL
+        )
+        peak = _peak_rss(process)
+        if process.returncode != (3 if made.num_broken else 0):
+            raise RuntimeError("the caption command failed")
+        peaks[num_pages] = (peak / 2**20, time.perf_counter() - started)
+    small, large = (peaks[size][0] for size in sizes)
+    about = {**ABOUT, "pages": list(sizes), "peak_mib": [round(peaks[size][0]) for size in sizes]}
+    seconds = [round(peaks[size][1], 1) for size in sizes]
+    return {"memory_many_over_few_pages": result(large / small, "times", **about, seconds=seconds)}
+
+
+def _peak_rss(process: psutil.Popen) -> int:
+    peak = 0
+    while process.poll() is None:
+        total = 0
+        for member in (process, *process.children(recursive=True)):
+            try:
+                total += member.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        peak = max(peak, total)
+        time.sleep(0.05)
+    return peak
