@@ -22,13 +22,7 @@ Weights = Annotated[float, typer.Option("--weight-bits", help="Bits per paramete
 Cache = Annotated[float, typer.Option("--kv-bits", help="Bits per cached element: 32, 16, 8 or 4.")]
 Compute = Annotated[int, typer.Option("--compute-bits", help="Width of matrix multiplies: 16 or 8.")]
 Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        Device=Annotated[
-            str, typer.Option("--machine", help="h100, h200, a100, l40s, rtx4090, or this (measured now).")
-        ],
-    ),
+    bool, typer.Option("--exact", help="Count every parameter, not the articles' rounded sizes.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw a chart.")]
