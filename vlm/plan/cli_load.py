@@ -29,6 +29,7 @@ from vlm.plan.options import (
     show,
 )
 from vlm.plan.report import ScheduleReport, render_reports, report
+from vlm.plan.routing import FleetLoad
 from vlm.plan.schedule import POLICIES, Policy, Rules, simulate
 from vlm.plan.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
 
@@ -215,7 +216,7 @@ def _policy(name: str) -> Policy:
     raise CostError(f"{name} is not a policy; policies: {', '.join(POLICIES)}")
 
 
-FLEET = fleets.FleetLoad()
+FLEET = FleetLoad()
 
 
 def fleet(
@@ -243,7 +244,7 @@ def fleet(
     """
     chosen, device = load_model(model), load_machine(machine)
     tower, precision = _tower(chosen), precision_of(weight_bits, kv_bits)
-    load = fleets.FleetLoad(
+    load = FleetLoad(
         requests_per_s=rate,
         questions_per_image=questions,
         think_s=think_s,
