@@ -14,12 +14,11 @@ from encoder.config import ConnectorConfig, ConnectorKind, EncoderConfig, TowerC
 from encoder.connector import build_connector
 from encoder.model import Encoder
 from encoder.openclip import open_clip_tower
-from encoder.revision import is_visual, revision_of
+from encoder.revision import is_visual, open_clip_revision, open_clip_trunk, revision_of
 from encoder.tower import Tower
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 OPEN_CLIP_TRUNK = "visual.trunk."
-OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't
 
 HF_TOWER = "model.vision_model."
 HF_POSITIONS = HF_TOWER + "embeddings.position_embedding.weight"
@@ -68,15 +67,16 @@ def load_open_clip(
     `pretrained` is open_clip's own safetensors file (`visual.trunk.*`), `connector_weights` one with the
     connector's parameters under their names here; what has no file gets weights drawn from `seed`.
     """
-    tower_config = open_clip_tower(name)
-    config = EncoderConfig(tower_config, ConnectorConfig(connector, reduction, d_model, intermediate))
+    config = EncoderConfig(
+        open_clip_tower(name), ConnectorConfig(connector, reduction, d_model, intermediate)
+    )
     generator = torch.Generator().manual_seed(seed)
     tower, joiner = _meta_modules(config)
-    trunk = _open_clip_trunk(pretrained) if pretrained is not None else None
+    trunk = open_clip_trunk(pretrained) if pretrained is not None else None
     joined = read_header(connector_weights) if connector_weights is not None else None
     _fill(tower, trunk, OPEN_CLIP_TRUNK, generator, dtype)
     _fill(joiner, joined, "", generator, dtype)
-    revision = revision_of(config, (trunk or {}) | (joined or {}), "open_clip", name, str(seed))
+    revision = open_clip_revision(config, name, pretrained, connector_weights, seed)
     return Encoder(config, tower.to(device), joiner.to(device), revision)
 
 
@@ -140,15 +140,6 @@ def _read(entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dty
     return {
         key: torch.cat([parts.pop(name) for name in names]) if len(names) > 1 else parts.pop(names[0])
         for key, names in sources.items()
-    }
-
-
-def _open_clip_trunk(file: Path) -> dict[str, TensorEntry]:
-    entries = read_header(file)
-    return {
-        name: entry
-        for name, entry in entries.items()
-        if name.startswith("visual.") and not name.startswith(OPEN_CLIP_POOLING)
     }
 
 

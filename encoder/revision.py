@@ -10,11 +10,12 @@ import hashlib
 import json
 from pathlib import Path
 
-from encoder.checkpoint import TensorEntry, read_index
+from encoder.checkpoint import TensorEntry, read_header, read_index
 from encoder.config import EncoderConfig
 
 VISUAL_PREFIXES = ("model.vision_model.", "model.connector.")
 TEXT_PREFIXES = ("model.text_model.", "lm_head.")
+OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't
 CHUNK_BYTES = 1 << 20
 
 
@@ -53,3 +54,21 @@ def revision_of(config: EncoderConfig, entries: dict[str, TensorEntry], *extra: 
                 digest.update(chunk)
                 left -= len(chunk)
     return digest.hexdigest()
+
+
+def open_clip_trunk(file: Path) -> dict[str, TensorEntry]:
+    """The vision tensors of open_clip's own safetensors file, without its pooling head."""
+    return {
+        name: entry
+        for name, entry in read_header(file).items()
+        if name.startswith("visual.") and not name.startswith(OPEN_CLIP_POOLING)
+    }
+
+
+def open_clip_revision(
+    config: EncoderConfig, name: str, pretrained: Path | None, connector_weights: Path | None, seed: int
+) -> str:
+    """As `encoder_revision`, for an open_clip tower: what has no file comes from the seed."""
+    trunk = open_clip_trunk(pretrained) if pretrained is not None else {}
+    joined = read_header(connector_weights) if connector_weights is not None else {}
+    return revision_of(config, trunk | joined, "open_clip", name, str(seed))

@@ -5,21 +5,47 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llm.config import read_decoder_config
 from llm.engine_config import EngineConfig
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
-from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
-from vlm.spec import BLOCK_SIZE, ModelSpec
+from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
 from workers.engine_local import LocalEngine
 from workers.engine_process import EngineProcess
 from workers.preprocess_inline import InlinePreprocess
 from workers.runner import EngineRunner
 from workers.stages import PreprocessStage
 
+if TYPE_CHECKING:
+    from encoder.model import Encoder
+
 MEBIBYTE = 1 << 20
+
+
+def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
+    """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
+    import torch
+
+    from encoder.load import load_encoder, load_open_clip
+
+    torch.set_num_threads(options.threads)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
+    if not source.tower:
+        return load_encoder(source.directory, device=options.device, dtype=dtype)
+    return load_open_clip(
+        source.tower,
+        d_model=read_decoder_config(source.directory).d_model,
+        reduction=OPEN_CLIP_POOLING_SIDE,
+        seed=OPEN_CLIP_SEED,
+        pretrained=source.tower_file,
+        connector_weights=source.connector_file,
+        device=options.device,
+        dtype=dtype,
+    )
 
 
 def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None) -> EngineRunner:
@@ -27,29 +53,24 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
 
     `scheduling` replaces the engine settings that `options` would give.
     """
-    import torch
-
     from encoder.batcher import TileBatcher
     from encoder.cache import VisualCache
-    from encoder.load import load_encoder
     from llm.engine import Engine
     from llm.load import load_backend
     from llm.tokenizer import Tokenizer
     from llm.visuals import VisualSource
 
-    torch.set_num_threads(options.threads)
-    directory = Path(DEFAULT_MODEL if options.model == "default" else options.model)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
-    encoder = load_encoder(directory, device=options.device, dtype=dtype)
+    source = ModelSource.parse(options.model)
+    encoder = build_encoder(source, options)
     backend = load_backend(
-        directory,
+        source.directory,
         block_size=BLOCK_SIZE,
         kv_bytes=options.kv_cache_mb * MEBIBYTE,
         device=options.device,
         dtype=options.dtype,
         backend=options.backend,
     )
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(source.directory)
     cache = VisualCache(options.visual_cache_mb * MEBIBYTE)
     batcher = TileBatcher(
         encoder.encode,
@@ -64,7 +85,7 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids)
 
     about = {
-        "model": directory.name,
+        "model": source.name,
         "backend": type(backend).__name__,
         "dtype": options.dtype,
         "threads": options.threads,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm.request import ImageSpan, Prompt, RequestError, VisualKey
 from preprocess.types import TileGrid
@@ -111,15 +111,23 @@ class PlainFormat:
 
 
 class PromptBuilder:
-    """Renders a chat and expands its images. Special tokens that a user types stay plain text."""
+    """Renders a chat and expands its images. Special tokens that a user types stay plain text.
+
+    `flat`: the chat template takes each message's content as one string, as plain decoders' templates do.
+    """
 
     def __init__(
-        self, tokenizer: PromptTokenizer, image_format: ImageFormat, max_chars: int = 1_000_000
+        self,
+        tokenizer: PromptTokenizer,
+        image_format: ImageFormat,
+        max_chars: int = 1_000_000,
+        flat: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._format = image_format
         self._max_chars = max_chars
-        self._specials = sorted(tokenizer.special_tokens(), key=len, reverse=True)
+        self._flat = flat
+        self._specials = sorted({*tokenizer.special_tokens(), PLACEHOLDER}, key=len, reverse=True)
         self._text_ids = lru_cache(maxsize=4096)(self._encode_text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
@@ -132,7 +140,8 @@ class PromptBuilder:
                 "context_length_exceeded", f"The text is longer than {self._max_chars} characters."
             )
         quoted = _Quoted(self._specials)
-        rendered = self._tokenizer.render([_template_message(m, quoted) for m in messages])
+        described = [_template_message(m, quoted) for m in messages]
+        rendered = self._tokenizer.render([_flattened(m) for m in described] if self._flat else described)
         images = [part for m in messages for part in m.content if isinstance(part, ImagePart)]
         pieces = rendered.split(PLACEHOLDER)
         if len(pieces) != len(images) + 1:
@@ -179,9 +188,14 @@ class _Quoted:
         return [pair for pair in pairs if pair[0]]
 
 
-def _template_message(message: Message, quoted: _Quoted) -> dict[str, object]:
+def _template_message(message: Message, quoted: _Quoted) -> dict[str, Any]:
     content = [
         {"type": "text", "text": quoted.quote(part)} if isinstance(part, str) else {"type": "image"}
         for part in message.content
     ]
     return {"role": message.role, "content": content}
+
+
+def _flattened(message: dict[str, Any]) -> dict[str, Any]:
+    parts = [part.get("text", PLACEHOLDER) for part in message["content"]]
+    return {**message, "content": "".join(parts)}

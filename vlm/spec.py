@@ -8,26 +8,83 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from encoder.config import EncoderConfig
+from encoder.config import ConnectorConfig, EncoderConfig
 from encoder.geometry import VisionGeometry
-from encoder.revision import encoder_revision
+from encoder.openclip import open_clip_tower
+from encoder.revision import encoder_revision, open_clip_revision
 from llm.config import ConfigError, DecoderConfig, read_json_object
 from llm.cost import DecoderShape, kv_bytes
 from llm.request import VisualKey
 from llm.tokenizer import Tokenizer
 from preprocess.stage import PreprocessSpec, tiles_key
+from preprocess.tiling import AspectGridTiling
 from preprocess.types import Detail, TileGrid, Variant
 from vlm.config import DEFAULT_MODEL
-from vlm.prompt import Idefics3Format, PromptBuilder
+from vlm.prompt import Idefics3Format, ImageFormat, PlainFormat, PromptBuilder
 
 _KEY_VERSION = "visual-1"
 BLOCK_SIZE = 16  # positions of a KV block
+OPEN_CLIP_PREFIX = "open_clip:"
+OPEN_CLIP_POOLING_SIDE = 2  # 4:1, as in the articles
+OPEN_CLIP_SEED = 0
+OPEN_CLIP_IMAGE_ID = 0  # any id: visual tokens take its place
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's parts come from: a checkpoint directory, or an open_clip tower beside a decoder's.
+
+    `open_clip:NAME:DIRECTORY` is the articles' form: tower NAME, average pooling 2x2, any GQA decoder with
+    a chat template in DIRECTORY. Weights of tower and connector are read from `open_clip.safetensors` and
+    `connector.safetensors` in DIRECTORY; what has no file is drawn from a fixed seed.
+    """
+
+    directory: Path
+    tower: str = ""
+
+    @classmethod
+    def parse(cls, model: str | Path) -> ModelSource:
+        """Raises ConfigError for what isn't a folder, with the accepted forms."""
+        tower, path = "", str(model)
+        if path.startswith(OPEN_CLIP_PREFIX):
+            tower, _, path = path[len(OPEN_CLIP_PREFIX) :].partition(":")
+        directory = Path(DEFAULT_MODEL if path == "default" else path)
+        if not directory.is_dir():
+            raise ConfigError(
+                f"{model} is not a folder; give a Hugging Face checkpoint directory of the SmolVLM or "
+                "Idefics3 family, 'default', or open_clip:TOWER:DECODER_DIRECTORY"
+            )
+        return cls(directory, tower)
+
+    @property
+    def name(self) -> str:
+        """As clients see it."""
+        if not self.tower and self.directory.samefile(DEFAULT_MODEL):
+            return "vlm-default"
+        return "+".join(filter(None, (self.tower, self.directory.resolve().name)))
+
+    @property
+    def tower_file(self) -> Path | None:
+        return _existing(self.directory / "open_clip.safetensors")
+
+    @property
+    def connector_file(self) -> Path | None:
+        return _existing(self.directory / "connector.safetensors")
+
+    def open_clip_config(self, d_model: int) -> EncoderConfig:
+        """Raises EncoderConfigError, with the known names, for an unknown tower."""
+        connector = ConnectorConfig("average_pool", OPEN_CLIP_POOLING_SIDE, d_model)
+        return EncoderConfig(open_clip_tower(self.tower), connector)
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     name: str  # as clients see it
-    directory: Path
+    source: ModelSource
     decoder: DecoderConfig
     shape: DecoderShape
     geometry: VisionGeometry
@@ -42,23 +99,34 @@ class ModelSpec:
 
         Raises ConfigError (or the package's own ValueError) where it isn't a checkpoint of a known family.
         """
-        directory = Path(DEFAULT_MODEL if model == "default" else model)
-        if not directory.is_dir():
-            raise ConfigError(
-                f"{model} is not a folder; give a Hugging Face checkpoint directory of the SmolVLM or "
-                "Idefics3 family, or 'default'"
-            )
+        source = ModelSource.parse(model)
+        directory = source.directory
         config = read_json_object(directory / "config.json")
+        decoder = DecoderConfig.from_hf(config)
+        if source.tower:
+            encoder = source.open_clip_config(decoder.d_model)
+            preprocess = PreprocessSpec(AspectGridTiling(encoder.tower.image_size), variant=variant)
+            revision = open_clip_revision(
+                encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
+            )
+        else:
+            encoder = EncoderConfig.from_directory(directory)
+            preprocess = PreprocessSpec.from_processor_config(_processor_config(directory), variant=variant)
+            revision = encoder_revision(directory)
         return cls(
-            name="vlm-default" if directory.samefile(DEFAULT_MODEL) else directory.resolve().name,
-            directory=directory,
-            decoder=DecoderConfig.from_hf(config),
+            name=source.name,
+            source=source,
+            decoder=decoder,
             shape=DecoderShape.from_config(config),
-            geometry=EncoderConfig.from_directory(directory).geometry,
+            geometry=encoder.geometry,
             tokenizer=Tokenizer.from_directory(directory),
-            preprocess=PreprocessSpec.from_processor_config(_processor_config(directory), variant=variant),
-            revision=encoder_revision(directory),
+            preprocess=preprocess,
+            revision=revision,
         )
+
+    @property
+    def directory(self) -> Path:
+        return self.source.directory
 
     @property
     def context_length(self) -> int:
@@ -79,12 +147,14 @@ class ModelSpec:
         return VisualKey(hashlib.sha256(encoded).hexdigest())
 
     @cached_property
-    def image_format(self) -> Idefics3Format:
+    def image_format(self) -> ImageFormat:
+        if self.source.tower:
+            return PlainFormat(OPEN_CLIP_IMAGE_ID, self.geometry.tokens_per_tile)
         return Idefics3Format(self.tokenizer, self.geometry.tokens_per_tile)
 
     @cached_property
     def prompt_builder(self) -> PromptBuilder:
-        return PromptBuilder(self.tokenizer, self.image_format)
+        return PromptBuilder(self.tokenizer, self.image_format, flat=bool(self.source.tower))
 
     def image_prompt_tokens(self, grid: TileGrid) -> int:
         """Prompt tokens that one more image of this grid adds, markers included."""
