@@ -19,6 +19,7 @@ from torch import Tensor
 from llm.backend.base import Backend
 from llm.backend.torch_backend import TorchBackend
 from llm.config import ConfigError, DecoderConfig, read_decoder_config, read_json_object
+from llm.cost import kv_block_bytes
 from llm.decoder import DecoderWeights, LayerWeights
 
 BackendName = Literal["auto", "torch", "native"]
@@ -178,11 +179,6 @@ def _assemble(config: DecoderConfig, prefix: str, loaded: dict[str, Tensor]) -> 
     )
 
 
-def kv_bytes_per_block(config: DecoderConfig, block_size: int, element_bytes: int) -> int:
-    """Keys and values of `block_size` positions in every layer."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * element_bytes
-
-
 def load_backend(
     directory: Path | str,
     *,
@@ -212,7 +208,9 @@ def load_backend(
         raise ValueError("give either num_blocks or kv_bytes")
     if num_blocks is None:
         assert kv_bytes is not None
-        num_blocks = kv_bytes // kv_bytes_per_block(config, block_size, torch_dtype.itemsize)
+        num_blocks = kv_bytes // kv_block_bytes(
+            config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch_dtype.itemsize
+        )
     if num_blocks < 1 or block_size < 1:
         raise ValueError("the KV pool holds no block")
     if backend == "native" or (backend == "auto" and _native_fits(device, block_size)):

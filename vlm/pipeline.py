@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 from workers.stages import PreprocessStage, StageUnavailable
@@ -127,7 +127,7 @@ class Pipeline:
             grid=grid,
             spec=spec,
             key=self.spec.visual_key(info.sha256, spec),
-            num_tokens=grid.num_tiles * self.spec.geometry.tokens_per_tile,
+            num_tokens=self.spec.geometry.num_visual_tokens(grid.num_tiles),
         )
 
     def prepare(
@@ -171,7 +171,7 @@ class Pipeline:
             )
         return replace(params, max_tokens=min(params.max_tokens, room))
 
-    async def run(self, prepared: PreparedRequest) -> AsyncIterator[Event]:
+    async def run(self, prepared: PreparedRequest) -> AsyncGenerator[Event, None]:
         """The answer's events. Closing the iterator cancels whatever is still under way."""
         images = {image.key: image for image in prepared.images}
         request_id = prepared.request.id

@@ -43,6 +43,13 @@ def kv_bytes(shape: DecoderShape, num_tokens: int, element_bytes: float = 2, blo
     return math.ceil(growing) + state
 
 
+def kv_block_bytes(
+    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, element_bytes: int
+) -> int:
+    """One block of a pool of plain keys and values, for whoever allocates it."""
+    return 2 * num_layers * num_kv_heads * head_dim * block_size * element_bytes
+
+
 def kv_shards(shape: DecoderShape, tensor: int) -> int:
     """Over how many of `tensor` ranks the cache really divides. MLA's latent belongs to every head: 1."""
     return 1 if shape.latent_dim else min(tensor, shape.num_kv_heads)

@@ -18,7 +18,7 @@ from vlm.spec import ModelSpec
 def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
     info = probe(data, ImageLimits())
     grid = spec.preprocess_spec(detail).rule.grid(info.width, info.height, detail)
-    image_tokens = grid.num_tiles * spec.geometry.tokens_per_tile
+    image_tokens = spec.geometry.num_visual_tokens(grid.num_tiles)
     return {
         "width": info.width,
         "height": info.height,
