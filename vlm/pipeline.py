@@ -15,8 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
-from workers.stages import PreprocessStage, StageUnavailable
-
 from llm.request import (
     Event,
     Finished,
@@ -37,6 +35,7 @@ from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.engine_client import EngineClient, EngineUnavailable
+from workers.stages import PreprocessStage, StageUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from llm.request import Event, Request, VisualKey
@@ -26,7 +26,7 @@ class EngineClient(Protocol):
 
     async def close(self) -> None: ...
 
-    def submit(self, request: Request) -> AsyncIterator[Event]:
+    def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """Raises `EngineUnavailable` while the engine is down and `RequestError` for what never fits."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,7 +67,7 @@ class LocalEngine:
             raise EngineUnavailable("the engine is not running")
         return self._runner
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         runner = self._live_runner()
         self._streams.open(request.id)
         try:

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
@@ -257,7 +257,7 @@ class EngineProcess:
         with contextlib.suppress(EngineUnavailable):
             self._send({"op": "cancel", "id": request_id})
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         self._streams.open(request.id)
         try:
             self._send({"op": "submit", "request": request_to_json(request)})

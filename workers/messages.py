@@ -17,6 +17,7 @@ from llm.request import (
     Finished,
     ImageSpan,
     Prompt,
+    PromptLogprobs,
     Request,
     SamplingParams,
     Timings,
@@ -30,7 +31,7 @@ FRAME_HEADER = struct.Struct("!II")  # bytes of JSON, bytes of payload
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
-_EVENTS: dict[str, type] = {cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed)}
+_EVENTS: dict[str, type] = {cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)}
 
 
 def pack_frame(header: dict[str, Any], payload: bytes | memoryview = b"") -> list[bytes | memoryview]:
@@ -86,12 +87,13 @@ def event_to_json(event: Event) -> dict[str, Any]:
 def event_from_json(value: dict[str, Any]) -> Event:
     value = dict(value)
     cls = _EVENTS[value.pop("type")]
-    if cls is Delta:
-        value["token_ids"] = tuple(value["token_ids"])
+    if "logprobs" in value:
         value["logprobs"] = tuple(
             TokenLogprob(p["token_id"], p["logprob"], tuple((t, v) for t, v in p["top"]))
             for p in value["logprobs"]
         )
+    if cls is Delta:
+        value["token_ids"] = tuple(value["token_ids"])
     elif cls is Finished:
         value["usage"] = None if value["usage"] is None else Usage(**value["usage"])
         value["timings"] = None if value["timings"] is None else Timings(**value["timings"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from llm.request import Event, Failed, Finished
 
@@ -42,7 +42,7 @@ class StreamTable:
     def discard(self, request_id: str) -> None:
         self._queues.pop(request_id, None)
 
-    async def read(self, request_id: str, cancel: Callable[[str], None]) -> AsyncIterator[Event]:
+    async def read(self, request_id: str, cancel: Callable[[str], None]) -> AsyncGenerator[Event, None]:
         """Yields until the last event; leaving earlier calls `cancel`."""
         queue = self._queues[request_id]
         finished = False

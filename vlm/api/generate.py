@@ -8,9 +8,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
-from llm.request import Delta, Event, Failed, Finished, Timings, Usage, WantVisual
+from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
 from vlm.api.admission import Ticket
 from vlm.api.auth import Caller
 from vlm.api.convert import prepare
@@ -48,8 +47,7 @@ class Generation:
         last_token: dict[int, float] = {}
         metrics = self.service.metrics
         try:
-            stream = cast("AsyncGenerator[Event, None]", self.service.pipeline.run(self.prepared))
-            async with contextlib.aclosing(stream) as events:
+            async with contextlib.aclosing(self.service.pipeline.run(self.prepared)) as events:
                 while True:
                     try:
                         async with asyncio.timeout_at(end):

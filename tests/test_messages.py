@@ -1,0 +1,104 @@
+"""What crosses a process border comes out as it went in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm.request import (
+    Delta,
+    Failed,
+    Finished,
+    ImageSpan,
+    Prompt,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+    Usage,
+    VisualKey,
+    WantVisual,
+)
+from workers.messages import (
+    FRAME_HEADER,
+    MAX_JSON_BYTES,
+    event_from_json,
+    event_to_json,
+    frame_sizes,
+    pack_frame,
+    request_from_json,
+    request_to_json,
+)
+
+counts = st.integers(0, 10**6)
+reals = st.floats(allow_nan=False, allow_infinity=False)
+names = st.text(min_size=1, max_size=20)
+logprobs = st.builds(TokenLogprob, counts, reals, st.lists(st.tuples(counts, reals), max_size=3).map(tuple))
+events = st.one_of(
+    st.builds(WantVisual, names, names.map(VisualKey)),
+    st.builds(
+        Delta,
+        names,
+        counts,
+        st.lists(counts, max_size=3).map(tuple),
+        st.text(),
+        st.lists(logprobs).map(tuple),
+    ),
+    st.builds(
+        Finished,
+        names,
+        counts,
+        st.sampled_from(["stop", "length"]),
+        st.none() | st.builds(Usage, counts, counts, counts, counts),
+        st.none() | st.builds(Timings, reals, reals, reals, reals, reals, reals, reals),
+    ),
+    st.builds(Failed, names, names, st.text()),
+    st.builds(PromptLogprobs, names, st.lists(logprobs).map(tuple)),
+)
+params = st.builds(
+    SamplingParams,
+    max_tokens=counts,
+    temperature=reals,
+    logit_bias=st.lists(st.tuples(counts, reals), max_size=3).map(tuple),
+    seed=st.none() | counts,
+    stop=st.lists(names, max_size=4).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+    constraint=st.none() | st.tuples(st.sampled_from(["regex", "json_schema"]), st.text()),
+)
+spans = st.builds(ImageSpan, counts, counts, names.map(VisualKey), counts)
+requests = st.builds(
+    Request,
+    names,
+    st.builds(Prompt, st.lists(counts).map(tuple), st.lists(spans, max_size=3).map(tuple)),
+    params,
+    st.sampled_from(["interactive", "batch"]),
+    names,
+)
+
+
+@given(events)
+def test_an_event_survives_the_wire(event: object) -> None:
+    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+
+
+@given(requests)
+def test_a_request_survives_the_wire(request: Request) -> None:
+    assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request
+
+
+def test_unknown_sampling_parameters_are_refused_by_name() -> None:
+    value = request_to_json(Request("r", Prompt((1,))))
+    value["params"]["temprature"] = 1
+    with pytest.raises(ValueError, match="temprature"):
+        request_from_json(value)
+
+
+def test_a_frame_larger_than_its_cap_is_refused_before_it_is_read() -> None:
+    head, payload = pack_frame({"op": "x"}, b"abc")
+    assert frame_sizes(bytes(head[: FRAME_HEADER.size])) == (len(head) - FRAME_HEADER.size, len(payload))
+    with pytest.raises(ValueError, match="cap"):
+        frame_sizes(FRAME_HEADER.pack(MAX_JSON_BYTES + 1, 0))
