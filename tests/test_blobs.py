@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,14 @@ def test_every_kind_of_buffer_comes_back_as_bytes_of_its_own(make_store: MakeSto
     source[:] = b"after!"
     got = store.get("a")
     assert type(got) is bytes and got == b"before"
+
+
+@pytest.mark.parametrize("size", [(1 << 16) - 1, 1 << 16, (1 << 16) + 1, 300_000])
+def test_large_blob_comes_back_whole(make_store: MakeStore, size: int) -> None:
+    store = make_store(1 << 20)
+    data = random.Random(size).randbytes(size)
+    store.put("a", data, 60)
+    assert store.get("a") == data
 
 
 def test_empty_blob_is_a_blob(make_store: MakeStore) -> None:

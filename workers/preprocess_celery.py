@@ -163,6 +163,8 @@ class CeleryPreprocess:
 
     def _leave(self, waiter: _Waiter) -> None:
         """The last to leave takes image and tiles along; if Redis is away they expire."""
+        if waiter.away:
+            return
         with contextlib.suppress(*_AWAY):
             if self._ledger.leave(waiter.job.key, waiter.id) == 0:
                 self._store.delete(waiter.job.tiles_blob)

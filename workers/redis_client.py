@@ -8,6 +8,7 @@ from redis.retry import Retry
 
 SOCKET_TIMEOUT_S = 2.0
 _MAX_PAUSE_S = 0.5
+_READ_BYTES = 1 << 17
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -27,5 +28,5 @@ def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
             retries=round(patience_s / _MAX_PAUSE_S),
             supported_errors=(redis.ConnectionError, redis.TimeoutError),
         ),
-        health_check_interval=0,
+        socket_read_size=_READ_BYTES,
     )
