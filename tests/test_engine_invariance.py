@@ -169,3 +169,27 @@ def test_forked_requests_survive_preemption(requests: list[Request], data: st.Da
         alone.run()
         for choice in range(request.params.n):
             assert crowd.answer(request.id, choice) == alone.answer(request.id, choice)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_beams_catch_up_together_after_preemption(preemption: str) -> None:
+    """Each beam recomputes its own tail in small chunks; ranking goes on when all have caught up."""
+    prompts = {f"b{i}": prompt_of([i, 1, 2, 3, 4], ("A", 4)) for i in range(2)}
+    harness = Harness(
+        num_blocks=15,
+        block_size=3,
+        max_step_tokens=4,
+        preemption=preemption,
+        prefix_cache=False,
+        max_running=6,
+    )
+    alone = Harness(num_blocks=64)
+    for name, prompt in prompts.items():
+        for one in (harness, alone):
+            one.submit(request_of(name, prompt, beam_width=3, n=3, max_tokens=12))
+    harness.run()
+    alone.run()
+    harness.assert_clean()
+    stats = harness.engine.stats()
+    assert (stats.preempted_swap if preemption == "swap" else stats.preempted_recompute) > 0
+    assert harness.answers == alone.answers
