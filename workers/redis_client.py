@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
@@ -19,14 +21,14 @@ def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
     """
     if not url.startswith(SCHEMES):
         raise ValueError(f"a Redis URL starts with one of {', '.join(SCHEMES)}")
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=SOCKET_TIMEOUT_S,
-        retry=Retry(
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "socket_read_size": _READ_BYTES,
+        "retry": Retry(
             ExponentialBackoff(cap=_MAX_PAUSE_S, base=0.01),
             retries=round(patience_s / _MAX_PAUSE_S),
             supported_errors=(redis.ConnectionError, redis.TimeoutError),
         ),
-        socket_read_size=_READ_BYTES,
-    )
+    }
+    return redis.Redis.from_url(url, **options)
