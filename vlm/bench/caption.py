@@ -21,17 +21,17 @@ from preprocess.pages import PageLimits
 from vlm.bench.pages import draw_page, encode, make_folder
 from vlm.bench.report import report, result, spread, tree_cpu_seconds
 from vlm.build import build_served_pipeline
-from vlm.caption.app import make_run
+from vlm.caption.app import engine_options, make_run
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.presets import Order, Question
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.runner import RunOptions
 from vlm.caption.stats import RunStats
-from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.config import DEFAULT_MODEL, ServeConfig
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 
-ENGINE = EngineOptions(kv_cache_mb=256)
+ENGINE = engine_options("default", threads=1)
 WINDOW = ENGINE.max_running * 3 // 2
 TOKENS = 160  # of every page's answer, where lengths are fixed
 LONG_PROMPT = " ".join(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import hashlib
 import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ from vlm.caption.rows import RowContext
 from vlm.caption.runner import CaptionRun, RunOptions
 from vlm.caption.stats import RunStats
 from vlm.cli.errors import FAILURE, PARTIAL, CommandError
+from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import Pipeline
+from vlm.spec import ModelSpec
 from workers.engine_client import EngineUnavailable
 
 INTERRUPTED = 130
@@ -60,9 +64,27 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def engine_options(model: str, threads: int) -> EngineOptions:
+    """The default engine with no more KV cache than full contexts of all running pages need."""
+    options = EngineOptions(model=DEFAULT_MODEL if model == "default" else model, threads=threads)
+    spec = ModelSpec.load(options.model)
+    needed_mb = ((options.max_running + 1) * spec.kv_bytes(spec.context_length) >> 20) + 1
+    return replace(options, kv_cache_mb=min(options.kv_cache_mb, needed_mb))
+
+
+def steady_memory() -> None:
+    """Large buffers go back to the system when they are freed; glibc would keep ever larger heaps of them."""
+    m_mmap_threshold, m_arena_max = -3, -8  # malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_threshold, 1 << 18)
+        libc.mallopt(m_arena_max, 2)
+
+
 def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str, Any]:
     """The whole command. Returns the summary; raises `CommandError` for every end but a clean one."""
     check_arguments(job.inputs)
+    steady_memory()
     form = choose_format(job.output, job.form)
     job.output.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.config import EngineOptions, ServeConfig
 
 _ENGINE, _SERVE = EngineOptions(), ServeConfig()
 
@@ -59,7 +59,7 @@ def caption_command(
     Example: vlm caption scans/ "invoices/*.pdf" -o captions.jsonl --preset text
     """
     from vlm.build import build_served_pipeline
-    from vlm.caption.app import CaptionJob, run_job
+    from vlm.caption.app import CaptionJob, engine_options, run_job
     from vlm.caption.presets import make_question, read_schema
     from vlm.caption.runner import RunOptions
 
@@ -73,7 +73,7 @@ def caption_command(
         seed=seed,
         temperature=temperature,
     )
-    engine = EngineOptions(model=DEFAULT_MODEL if model == "default" else model, threads=threads)
+    engine = engine_options(model, threads)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
     job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)
