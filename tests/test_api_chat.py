@@ -237,6 +237,17 @@ def test_caps_and_ranges_name_the_parameter(
     assert answered.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
+def test_a_schema_has_a_size_cap(client: httpx.Client, kind: str) -> None:
+    """Advisory grammar bombs: size is capped before anything is compiled."""
+    value: Any = "a" * 200_000
+    if kind == "json_schema":
+        value = {"name": "a", "schema": {"enum": [value]}}
+    answered = client.post(CHAT, json=ask("Hi", response_format={"type": kind, kind: value}))
+    assert answered.status_code == 400
+    assert answered.json()["error"]["param"].startswith(f"response_format.{kind}")
+
+
 def test_unknown_model_is_404_and_official_error_class(official: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         official.chat.completions.create(model="gpt-4o", **ask("Hi"))
