@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -115,6 +115,7 @@ class Clock:
         self.waiting: deque[Track] = deque(sorted(self.sim.tracks, key=lambda t: t.request.arrival_s))
         self.room = kv_capacity_bytes(shape, machine, precision)
         self.reserved = 0
+        self._last_span: dict[int, int] = {}  # slot -> its latest span
         for track in self.sim.tracks:
             if self.need(track) > self.room:
                 raise CostError("a request's cache is larger than the device's memory leaves room for")
@@ -173,4 +174,12 @@ class Clock:
         self.sim.bound_s[time.binds] = self.sim.bound_s.get(time.binds, 0.0) + time.seconds
 
     def _span(self, track: Track, start: float, kind: Literal["prefill", "decode", "idle"]) -> None:
-        self.sim.spans.append(Span(track.slot, start, self.now, kind, track.index))
+        """Books what a slot did; the same thing going on lengthens its span."""
+        spans, index = self.sim.spans, self._last_span.get(track.slot)
+        if index is not None:
+            last = spans[index]
+            if (last.kind, last.request, last.end_s) == (kind, track.index, start):
+                spans[index] = replace(last, end_s=self.now)
+                return
+        self._last_span[track.slot] = len(spans)
+        spans.append(Span(track.slot, start, self.now, kind, track.index))

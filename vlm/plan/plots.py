@@ -115,16 +115,12 @@ def plot_timeline(path: Path, title: str, sims: Sequence[Simulation]) -> None:
     with _figure(path, title, panels=len(sims)) as axes:
         for axis, sim in zip(axes, sims, strict=True):
             for kind, color in _COLORS.items():
-                spans = [span for span in sim.spans if span.kind == kind]
-                axis.barh(
-                    [span.slot for span in spans],
-                    [span.end_s - span.start_s for span in spans],
-                    left=[span.start_s for span in spans],
-                    color=color,
-                    height=0.8,
-                    label=kind,
-                    hatch="//" if kind == "idle" else None,
-                )
+                bars = {"facecolors": color, "label": kind, "hatch": "//" if kind == "idle" else None}
+                for slot in sorted({span.slot for span in sim.spans if span.kind == kind}):
+                    spans = [span for span in sim.spans if (span.slot, span.kind) == (slot, kind)]
+                    ranges = [(span.start_s, span.end_s - span.start_s) for span in spans]
+                    axis.broken_barh(ranges, (slot - 0.4, 0.8), **bars)
+                    bars["label"] = "_nolegend_"
             axis.set(title=sim.rules.policy, xlabel="s", ylabel="slot")
             axis.invert_yaxis()
         axes[0].legend(loc="lower right")
