@@ -126,17 +126,18 @@ def local_workers(num_images: int) -> dict[str, dict[str, Any]]:
         for count in (1, 2)
     }
 
-    async def start_and_weigh() -> tuple[float, float]:
+    async def start_and_weigh() -> tuple[float, float, float]:
         started = time.perf_counter()
         process = DecodeProcess(DecodeLimits().memory_bytes)
         await process.ready()
         start_s = time.perf_counter() - started
-        memory_mb = psutil.Process(process.pid).memory_full_info().uss / 2**20
+        child = psutil.Process(process.pid)
+        cpu_s, memory_mb = sum(child.cpu_times()[:2]), child.memory_full_info().uss / 2**20
         await process.kill()
-        return start_s, memory_mb
+        return start_s, cpu_s, memory_mb
 
-    start_s, memory_mb = asyncio.run(start_and_weigh())
-    results["decode_process_start_s"] = result(start_s, "s")
+    start_s, cpu_s, memory_mb = asyncio.run(start_and_weigh())
+    results["decode_process_start_s"] = result(start_s, "s", cpu_s=round(cpu_s, 2))
     results["decode_process_memory_mb"] = result(memory_mb, "MiB", what="unique set size when idle")
     return results
 
@@ -152,7 +153,10 @@ def celery_workers(num_images: int) -> dict[str, dict[str, Any]]:
                 if count == 1:
                     family = [process, *process.children(recursive=True)]
                     memory_mb = sum(p.memory_full_info().uss for p in family) / 2**20
-                    results["worker_start_s"] = result(start_s, "s", what="until it answers a ping")
+                    cpu_s = sum(sum(p.cpu_times()[:2]) for p in family)
+                    results["worker_start_s"] = result(
+                        start_s, "s", cpu_s=round(cpu_s, 2), what="until it answers a ping"
+                    )
                     results["worker_memory_mb"] = result(
                         memory_mb, "MiB", what="unique set sizes of parent and one child, idle"
                     )
