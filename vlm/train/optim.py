@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+MUON_SCALE = 0.5  # Moonlight's 0.2 makes Muon as slow as AdamW at the same rate
+
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Newton-Schulz iteration of Muon (Keller Jordan's quintic) on a stack (K, rows, cols)."""
@@ -20,7 +22,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, scaled to AdamW's usual update size (Moonlight's 0.2 sqrt(max side))."""
+    """Momentum, orthogonalised; an update's root mean square is MUON_SCALE times the learning rate."""
 
     def __init__(self, params: list[dict[str, object]], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -42,7 +44,7 @@ class Muon(torch.optim.Optimizer):
                 shapes.setdefault(tuple(param.shape), []).append(param)
             for shape, params in shapes.items():
                 stack = torch.stack([nesterov[param] for param in params])
-                updates = orthogonalise(stack) * (0.2 * max(shape) ** 0.5)
+                updates = orthogonalise(stack) * (MUON_SCALE * max(shape) ** 0.5)
                 for param, update in zip(params, updates, strict=True):
                     param.mul_(1 - group["lr"] * 0.01).sub_(update, alpha=group["lr"])
 

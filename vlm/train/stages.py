@@ -15,6 +15,7 @@ class Stage:
     steps: int
     rate: float = 1e-3
     tower_share: float = 0.5  # of the rate, for tower and connector; 0 freezes them
+    tower_every: int = 2  # steps from one update of the tower to the next; in between it only runs forward
     patch_weight: float = 1.0
     batch: int = 4
     micro_batches: int = 4

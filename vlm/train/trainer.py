@@ -47,7 +47,7 @@ class Outcome:
     patch_loss: Tensor
     token_loss: Tensor
     right: Tensor
-    character_accuracy: float
+    character_accuracy: float | None
 
 
 def _character_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -69,7 +69,7 @@ def run_batch(network: Network, batch: Batch, with_heads: bool, frozen_tower: bo
         features = network.model.vision_model(batch.tiles)
         visual = network.model.connector(features)
     zero = torch.zeros(())
-    patch_loss, token_loss, accuracy = zero, zero, 0.0
+    patch_loss, token_loss, accuracy = zero, zero, None
     if with_heads:
         labelled = (batch.characters != IGNORE).flatten(1).any(1)
         targets = batch.characters[labelled]
@@ -154,7 +154,7 @@ class Trainer:
         """One update from `stage.micro_batches` times `stage.batch` documents."""
         started = time.monotonic()
         progress = self.progress
-        frozen = stage.tower_share == 0.0
+        frozen = stage.tower_share == 0.0 or progress.step % stage.tower_every > 0
         for _ in range(stage.micro_batches):
             items = []
             for _ in range(stage.batch):
@@ -162,7 +162,7 @@ class Trainer:
                 items.append((document, batches.choose_questions(rng, document, self.builder)))
                 progress.documents += 1
             batch = batches.collate(items, self.builder)
-            outcome = run_batch(self.network, batch, stage.patch_weight > 0, frozen)
+            outcome = run_batch(self.network, batch, stage.patch_weight > 0 and not frozen, frozen)
             loss = outcome.answer_loss + stage.patch_weight * (outcome.patch_loss + 0.5 * outcome.token_loss)
             (loss / stage.micro_batches).backward()
             self._follow(batch, outcome, stage)
@@ -175,7 +175,8 @@ class Trainer:
         """Running means, and the curriculum: a kind's level rises once its token accuracy passes a mark."""
         progress = self.progress
         progress.loss += 0.02 * (float(outcome.answer_loss.detach()) - progress.loss)
-        progress.characters += 0.02 * (outcome.character_accuracy - progress.characters)
+        if outcome.character_accuracy is not None:
+            progress.characters += 0.02 * (outcome.character_accuracy - progress.characters)
         for name, start, stop in batch.answers:
             kind = name.split("/")[0]
             hits = outcome.right[start:stop].float()
