@@ -121,7 +121,7 @@ async def caption(
 ) -> RunStats:
     """One run over inputs with a fake engine and the real readers."""
     pipeline = fake_pipeline(engine or FakeEngine())
-    question = question or make_question(preset="caption")
+    question = (question or make_question(preset="caption")).resolved(pipeline.spec)
     limits = PageLimits(dpi=question.dpi)
     renderer = PageRenderer(limits)
     context = RowContext(question.digest, question.preset, "fake", revision)

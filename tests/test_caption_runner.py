@@ -16,7 +16,7 @@ from llm.request import Event, Failed, Request
 from preprocess.probe import probe
 from vlm.caption.answers import EngineGone
 from vlm.caption.journal import Journal
-from vlm.caption.presets import PRESETS, make_question, read_schema
+from vlm.caption.presets import PRESETS, Question, make_question, read_schema
 from vlm.caption.runner import CaptionRun, RunOptions
 
 
@@ -335,6 +335,27 @@ def test_instruction_first_shares_the_text_prefix_over_all_pages(out: Path) -> N
         assert all(request.priority == "batch" for request in engine.submitted)
     text_tokens = len(default_spec().tokenizer.encode(prompt))
     assert prefixes["instruction-first"] >= prefixes["image-first"] + text_tokens - 2
+
+
+@pytest.mark.parametrize(
+    ("question", "order"),
+    [
+        (
+            make_question(prompt="Write down every line of this document in the order of reading."),
+            "instruction-first",
+        ),
+        (make_question(preset="caption"), "image-first"),
+        (make_question(preset="text"), "image-first"),
+        (make_question(preset="caption", order="instruction-first"), "instruction-first"),
+        (make_question(prompt="long " * 99, order="image-first"), "image-first"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.preset,
+)
+def test_the_instruction_comes_first_where_it_fills_a_block(question: Question, order: str) -> None:
+    """users.md C5: a prefix that is shorter than a block of the cache can't be shared."""
+    resolved = question.resolved(default_spec())
+    assert resolved.order == order
+    assert resolved.digest != question.digest or question.order != "auto"
 
 
 def line(custom_id: str, *images: bytes, **body: Any) -> str:

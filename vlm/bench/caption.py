@@ -50,7 +50,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     return report("caption", results)
 
 
-def fixed_length(prompt: str, order: Order = "instruction-first", tokens: int = TOKENS) -> Question:
+def fixed_length(prompt: str, order: Order = "auto", tokens: int = TOKENS) -> Question:
     return Question(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), order=order, dpi=72)
 
 

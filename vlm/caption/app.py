@@ -117,6 +117,7 @@ async def make_run(
 ) -> CaptionRun:
     """A run over a pipeline that may still have to be started."""
     spec = pipeline.spec
+    question = question.resolved(spec)
     revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
     return CaptionRun(
         Answerer(pipeline, journal),

@@ -40,9 +40,9 @@ def caption_command(
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
     dpi: Annotated[int, typer.Option(min=18, max=1200, help="Resolution of PDF pages.")] = 150,
     order: Annotated[
-        Literal["instruction-first", "image-first"],
-        typer.Option(help="Instruction first lets all pages share its cached prefix."),
-    ] = "instruction-first",
+        Literal["auto", "instruction-first", "image-first"],
+        typer.Option(help="auto: a long instruction comes first, so that all pages share its prefix."),
+    ] = "auto",
     broker: Annotated[str, typer.Option(help="redis://...: decode in Celery workers.")] = _SERVE.broker,
     store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = _SERVE.store,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = _ENGINE.threads,

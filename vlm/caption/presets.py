@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llm.request import SamplingParams
+from llm.request import SamplingParams, VisualKey
 from vlm.pipeline import ChatMessage, ImageInput
+from vlm.prompt import ImagePart, Message
+from vlm.spec import BLOCK_SIZE, ModelSpec
 
-Order = Literal["instruction-first", "image-first"]
+Order = Literal["auto", "instruction-first", "image-first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Question:
     prompt: str
     params: SamplingParams
     preset: str = "custom"
-    order: Order = "instruction-first"
+    order: Order = "auto"
     dpi: int = 150  # of PDF pages: another resolution is another picture
 
     @property
@@ -69,9 +71,24 @@ class Question:
         return length_prefixed_digest(self.prompt, params, self.order, str(self.dpi))
 
     def messages(self, image: bytes) -> list[ChatMessage]:
-        """Instruction first lets all pages share the prefix up to the image."""
+        """Raises ValueError while the order is still "auto"."""
+        if self.order == "auto":
+            raise ValueError("the order is not resolved")
         parts: tuple[str | ImageInput, ...] = (self.prompt, ImageInput(image))
         return [ChatMessage("user", parts if self.order == "instruction-first" else parts[::-1])]
+
+    def resolved(self, spec: ModelSpec) -> Question:
+        """Instruction first where pages can then share its KV: it must fill a block of the prefix cache.
+
+        A shorter one comes behind the image, the order in which most models were taught to answer.
+        """
+        if self.order != "auto":
+            return self
+        grid = spec.preprocess_spec("auto").rule.grid(64, 64)
+        image = ImagePart(grid, VisualKey("0" * 64))
+        prompt = spec.prompt_builder.build([Message("user", (self.prompt, image))])
+        shared = prompt.spans[0].start >= BLOCK_SIZE
+        return replace(self, order="instruction-first" if shared else "image-first")
 
 
 def make_question(
@@ -80,7 +97,7 @@ def make_question(
     prompt: str | None = None,
     schema: str | None = None,
     max_tokens: int | None = None,
-    order: Order = "instruction-first",
+    order: Order = "auto",
     dpi: int = 150,
     seed: int | None = None,
     temperature: float = 0.0,
