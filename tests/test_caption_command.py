@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from caption_fakes import FakeEngine, fake_pipeline, png, rows_of
 
+from llm.request import Event, Failed, Request
 from vlm.caption.app import CaptionJob, run_job
 from vlm.caption.journal import Journal
 from vlm.caption.presets import make_question
@@ -108,6 +109,20 @@ def test_an_engine_that_never_starts_gives_one_and_the_output_stays_usable(folde
     code, text = go(engine=engine, quiet=True)
     assert code == 1 and "run the same command again" in text
     assert go(quiet=True)[0] == 0
+
+
+def test_a_schema_that_the_engine_refuses_ends_the_run_at_once(folder: Path) -> None:
+    def refuse(request: Request) -> Event | None:
+        if request.params.constraint is None:
+            return None
+        return Failed(request.id, "invalid_constraint", "The grammar is too large.")
+
+    question = make_question(preset="fields")
+    engine = FakeEngine(refuse)
+    made = CaptionJob(("in",), Path("out.jsonl"), question, quiet=True)
+    code, text = exit_code(lambda: run_job(made, lambda: fake_pipeline(engine)))
+    assert (code, text) == (2, "the schema can't be used: The grammar is too large.")
+    assert len(engine.submitted) == 1 and rows_of(Path("out.jsonl")) == []
 
 
 @pytest.mark.parametrize("form", ["csv", "md"])

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from llm.request import Failed, RequestError
 from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer, EngineGone
 from vlm.caption.documents import DocumentReader
@@ -29,7 +30,7 @@ from vlm.caption.runner import CaptionRun, RunOptions
 from vlm.caption.stats import RunStats
 from vlm.cli.errors import FAILURE, PARTIAL, CommandError
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.pipeline import Pipeline
+from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.engine_client import EngineUnavailable
 
@@ -140,6 +141,7 @@ async def _run(
     try:
         with _Interrupts(run):
             await pipeline.start()
+            await _check_constraint(pipeline, job.question)
             async with progress(run.stats, quiet=job.quiet):
                 await run.run(find_sources(job.inputs, skipped))
     except asyncio.CancelledError:
@@ -159,6 +161,20 @@ async def _run(
     if job.as_json:
         print(json.dumps(numbers, ensure_ascii=False))
     return numbers
+
+
+async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
+    """One token of a text-only answer: a schema that the engine refuses ends the run, not every page."""
+    if question.params.constraint is None:
+        return
+    messages = [ChatMessage("user", (question.prompt,))]
+    try:
+        prepared = pipeline.prepare("schema-check", messages, replace(question.params, max_tokens=1))
+        async for event in pipeline.run(prepared):
+            if isinstance(event, Failed):
+                raise CommandError(f"the schema can't be used: {event.message}")
+    except RequestError as error:
+        raise CommandError(f"the schema can't be used: {error.message}") from None
 
 
 async def _count_sources(inputs: Sequence[str], stats: RunStats) -> None:
