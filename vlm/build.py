@@ -11,16 +11,19 @@ from llm.config import read_decoder_config
 from llm.engine_config import EngineConfig
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
-from vlm.config import EngineOptions, ServeConfig
+from vlm.config import ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
 from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
+from workers.engine_client import EngineClient
 from workers.engine_local import LocalEngine
 from workers.engine_process import EngineProcess
 from workers.preprocess_inline import InlinePreprocess
 from workers.runner import EngineRunner
 from workers.stages import PreprocessStage
+from workers.visual_store import VisualFormat
 
 if TYPE_CHECKING:
+    from encoder.batcher import TileBatcher
     from encoder.model import Encoder
 
 MEBIBYTE = 1 << 20
@@ -48,13 +51,34 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     )
 
 
+def _tile_batcher(encoder: Encoder, options: EngineOptions) -> TileBatcher:
+    from encoder.batcher import TileBatcher
+    from encoder.cache import VisualCache
+
+    return TileBatcher(
+        encoder.encode,
+        VisualCache(options.visual_cache_mb * MEBIBYTE),
+        tokens_per_tile=encoder.tokens_per_tile,
+        max_tiles=options.max_tiles_per_step,
+    )
+
+
+def build_tile_batcher(options: EngineOptions) -> TileBatcher:
+    """The encoder alone, for an encode worker. Imports torch."""
+    return _tile_batcher(build_encoder(ModelSource.parse(options.model), options), options)
+
+
+def visual_format(options: EngineOptions) -> VisualFormat:
+    """What an encode worker of these options computes, from files alone."""
+    spec = ModelSpec.load(options.model)
+    return VisualFormat(spec.revision, options.dtype, spec.decoder.d_model)
+
+
 def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None) -> EngineRunner:
     """Loads weights and builds encoder, cache, batcher and engine. Imports torch.
 
     `scheduling` replaces the engine settings that `options` would give.
     """
-    from encoder.batcher import TileBatcher
-    from encoder.cache import VisualCache
     from llm.engine import Engine
     from llm.load import load_backend
     from llm.tokenizer import Tokenizer
@@ -71,14 +95,7 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         backend=options.backend,
     )
     tokenizer = Tokenizer.from_directory(source.directory)
-    cache = VisualCache(options.visual_cache_mb * MEBIBYTE)
-    batcher = TileBatcher(
-        encoder.encode,
-        cache,
-        tokens_per_tile=encoder.tokens_per_tile,
-        max_tiles=options.max_tiles_per_step,
-    )
-
+    batcher = _tile_batcher(encoder, options)
     config = scheduling or EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
 
     def make_engine(visuals: VisualSource) -> Engine:
@@ -92,6 +109,8 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         "num_blocks": backend.num_blocks,
         "block_size": backend.block_size,
         "encoder_revision": encoder.revision,
+        "visual_width": encoder.d_model,
+        "max_running": config.max_running,
     }
     return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
 
@@ -125,12 +144,30 @@ def build_preprocess(config: ServeConfig) -> PreprocessStage:
     return CeleryPreprocess(config.broker, config.store or config.broker)
 
 
+def build_engine_client(config: ServeConfig, options: EngineOptions, spec: ModelSpec) -> EngineClient:
+    """A process of our own, or the generate workers behind the broker. Raises ConfigError."""
+    if not config.remote_engine:
+        return EngineProcess(engine_command(options))
+    if not config.broker:
+        raise ConfigError("remote_engine needs a broker")
+    from workers.remote_engine import RemoteEngine
+
+    return RemoteEngine(
+        config.broker,
+        config.store or config.broker,
+        revision=spec.revision,
+        deadline_s=config.request_deadline_s,
+        image_deadline_s=config.image_deadline_s,
+    )
+
+
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
-    """What `vlm serve` runs: the engine in a process of its own, decoding off the serving path."""
+    """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path."""
+    spec = ModelSpec.load(options.model, variant=config.variant)
     return Pipeline(
-        ModelSpec.load(options.model, variant=config.variant),
+        spec,
         build_preprocess(config),
-        EngineProcess(engine_command(options)),
+        build_engine_client(config, options, spec),
         image_limits(config),
         image_deadline_s=config.image_deadline_s,
     )

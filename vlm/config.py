@@ -39,6 +39,7 @@ class ServeConfig:
     port: int = 8000
     broker: str = ""  # redis://...: preprocessing in Celery workers; empty: local processes
     store: str = ""  # blob store; empty: the broker
+    remote_engine: bool = False  # answers come from generate workers behind the broker
     decode_processes: int = 2
     max_images_per_request: int = 16
     max_image_mb: int = 32

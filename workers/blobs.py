@@ -41,6 +41,14 @@ class BlobStore(Protocol):
 
     def delete(self, key: str) -> None: ...
 
+    def renew(self, key: str, ttl_s: float) -> bool:
+        """Another `ttl_s` from now for a blob that is there; False for one that isn't."""
+        ...
+
+    def oldest(self, count: int) -> list[str]:
+        """The keys whose lifetimes end first, for a cache on top that makes room for itself."""
+        ...
+
     def used_bytes(self) -> int:
         """Bytes of the values that count towards the cap now."""
         ...
@@ -85,6 +93,19 @@ class MemoryBlobStore:
         with self._lock:
             data, _ = self._blobs.pop(key, (b"", 0.0))
             self._used -= len(data)
+
+    def renew(self, key: str, ttl_s: float) -> bool:
+        with self._lock:
+            self._expire()
+            if key not in self._blobs:
+                return False
+            self._blobs[key] = (self._blobs[key][0], self._clock() + ttl_s)
+            return True
+
+    def oldest(self, count: int) -> list[str]:
+        with self._lock:
+            self._expire()
+            return sorted(self._blobs, key=lambda key: self._blobs[key][1])[:count]
 
     def used_bytes(self) -> int:
         with self._lock:
@@ -133,6 +154,14 @@ end
 redis.call('UNLINK', ARGV[2])
 return 1
 """
+# KEYS: expiries, sizes, used. ARGV: key, name of the value, ttl in ms.
+_RENEW = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+if redis.call('PEXPIRE', ARGV[2], ARGV[3]) == 0 then return 0 end
+redis.call('ZADD', KEYS[1], 'XX', now + ARGV[3], ARGV[1])
+return 1
+"""
 _USED = _FORGET_EXPIRED + "return tonumber(redis.call('GET', KEYS[3]) or 0)"
 
 
@@ -147,6 +176,7 @@ class RedisBlobStore:
         self._prefix = prefix
         self._reserve = client.register_script(_RESERVE)
         self._forget = client.register_script(_FORGET)
+        self._renew = client.register_script(_RENEW)
         self._used = client.register_script(_USED)
         self._accounts = [f"{prefix}s:{name}" for name in ("expiries", "sizes", "used")]
 
@@ -194,6 +224,15 @@ class RedisBlobStore:
     def delete(self, key: str) -> None:
         self._guard(lambda: self._forget(keys=self._accounts, args=[key, self._name(key)]))
 
+    def renew(self, key: str, ttl_s: float) -> bool:
+        args = [key, self._name(key), max(1, round(ttl_s * 1000))]
+        return bool(self._guard(lambda: self._renew(keys=self._accounts, args=args)))
+
+    def oldest(self, count: int) -> list[str]:
+        keys = self._guard(lambda: self._client.zrange(self._accounts[0], 0, count - 1))
+        assert isinstance(keys, list)
+        return [key.decode() for key in keys]
+
     def used_bytes(self) -> int:
         used = self._guard(lambda: self._used(keys=self._accounts))
         assert isinstance(used, int)
@@ -219,13 +258,16 @@ def _out_of_memory(error: Exception) -> bool:
     return "OOM" in str(error) or type(error).__name__ == "OutOfMemoryError"
 
 
-def open_store(url: str, cap_bytes: int = DEFAULT_CAP_BYTES, patience_s: float = 0.0) -> BlobStore:
+def open_store(
+    url: str, cap_bytes: int = DEFAULT_CAP_BYTES, patience_s: float = 0.0, prefix: str = "vlm:blob"
+) -> BlobStore:
     """`memory://`, or a `redis://`, `rediss://` or `unix://` URL; nothing is connected yet.
 
-    patience_s: how long a call tries again while Redis is away. Raises ValueError for another scheme.
+    patience_s: how long a call tries again while Redis is away. prefix: of the names in Redis; each has an
+    account of its own. Raises ValueError for another scheme.
     """
     if url == "memory://":
         return MemoryBlobStore(cap_bytes)
     from workers.redis_client import connect
 
-    return RedisBlobStore(connect(url, patience_s), cap_bytes)
+    return RedisBlobStore(connect(url, patience_s), cap_bytes, prefix)

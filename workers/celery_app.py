@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from celery import Celery
 
 PREPROCESS_QUEUE = "preprocess"
@@ -37,3 +39,17 @@ def make_app(broker_url: str) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
     return app
+
+
+def thread_worker(app: Celery, queue: str, concurrency: int, name: str) -> Any:
+    """A worker on one queue whose tasks are threads of this process. They keep their own deadlines."""
+    return app.Worker(
+        pool="threads",
+        concurrency=concurrency,
+        queues=[queue],
+        hostname=f"{name}@%h",
+        loglevel="WARNING",
+        without_mingle=True,
+        without_gossip=True,
+        quiet=True,
+    )

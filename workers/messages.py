@@ -31,7 +31,9 @@ FRAME_HEADER = struct.Struct("!II")  # bytes of JSON, bytes of payload
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
-_EVENTS: dict[str, type] = {cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)}
+_EVENTS: dict[str, type] = {
+    cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)
+}
 
 
 def pack_frame(header: dict[str, Any], payload: bytes | memoryview = b"") -> list[bytes | memoryview]:

@@ -85,6 +85,27 @@ class EngineRunner:
             return
         self._batcher.put_tiles(key, pixels, self._wanted.pop(key, "interactive"))
 
+    def put_visual(self, key: VisualKey, rows: Any) -> None:
+        """Visual tokens that were computed elsewhere."""
+        self._wanted.pop(key, None)
+        self._batcher.cancel(key)
+        self._batcher.cache.put(key, rows)
+
+    def visual(self, key: VisualKey) -> Any | None:
+        """Visual tokens of the process's cache."""
+        return self._batcher.cache.get(key)
+
+    def visual_failed(self, key: VisualKey) -> tuple[str, str] | None:
+        return self._batcher.failed(key)
+
+    def wanted(self, key: VisualKey) -> bool:
+        """A live request needs it."""
+        return self._batcher.cache.holds(key) > 0
+
+    def encoding(self, key: VisualKey) -> bool:
+        """Its tiles are here and not all encoded."""
+        return self._batcher.waiting(key)
+
     def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         self._wanted.pop(key, None)
         self._batcher.fail(key, (code, message))

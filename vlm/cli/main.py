@@ -25,6 +25,12 @@ app.add_typer(worker, name="worker")
 
 Model = Annotated[str, typer.Option(help="A Hugging Face checkpoint directory, or 'default'.")]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
+Broker = Annotated[str, typer.Option(help="redis://host:port/db of the queue.")]
+Store = Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of the model.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and activations.")]
+DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 ENGINE, SERVE = EngineOptions(), ServeConfig()
 
 
@@ -100,6 +106,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = SERVE.port,
     broker: Annotated[str, typer.Option(help="redis://...: decode images in Celery workers.")] = SERVE.broker,
     store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = SERVE.store,
+    remote_engine: Annotated[
+        bool, typer.Option("--remote-engine", help="Answers come from generate workers behind the broker.")
+    ] = SERVE.remote_engine,
     config: Annotated[Path | None, typer.Option(help="TOML file with [serve] and [engine] tables.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     allow_public: Annotated[
@@ -113,7 +122,15 @@ def serve(
     from vlm.cli.serve import serve_command
 
     serve_command(
-        options={"serve": {"host": host, "port": port, "broker": broker, "store": store}},
+        options={
+            "serve": {
+                "host": host,
+                "port": port,
+                "broker": broker,
+                "store": store,
+                "remote_engine": remote_engine,
+            }
+        },
         model=None if model == "default" else model,
         threads=threads,
         config_file=config,
@@ -123,10 +140,8 @@ def serve(
 
 @worker.command("preprocess")
 def worker_preprocess(
-    broker: Annotated[
-        str, typer.Option(help="redis://host:port/db of the queue.")
-    ] = "redis://127.0.0.1:6379/0",
-    store: Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")] = "",
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Decode processes, one thread each.")] = 1,
 ) -> None:
     """Decode and tile images for servers that share the broker. Never loads torch.
@@ -136,6 +151,55 @@ def worker_preprocess(
     from workers.preprocess_worker import run as run_worker
 
     run_worker(broker, store or broker, concurrency)
+
+
+@worker.command("encode")
+def worker_encode(
+    model: Model = "default",
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Images taken from the queue at once.")] = 32,
+    threads: Threads = ENGINE.threads,
+    device: Device = ENGINE.device,
+    dtype: Dtype = ENGINE.dtype,
+) -> None:
+    """Encode tiles into visual tokens for generate workers that share the broker.
+
+    Example: vlm worker encode --broker redis://127.0.0.1:6379/0
+    """
+    from vlm.build import build_tile_batcher, visual_format
+    from workers.encode_worker import run as run_worker
+
+    options = _engine_options(model, threads=threads, device=device, dtype=dtype)
+    run_worker(
+        broker, store or broker, lambda: build_tile_batcher(options), visual_format(options), concurrency
+    )
+
+
+@worker.command("generate")
+def worker_generate(
+    model: Model = "default",
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests taken from the queue at once.")] = 64,
+    name: Annotated[str, typer.Option(help="Of the replica; default: host name and a random part.")] = "",
+    threads: Threads = ENGINE.threads,
+    device: Device = ENGINE.device,
+    dtype: Dtype = ENGINE.dtype,
+    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for KV blocks.")] = ENGINE.kv_cache_mb,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = ENGINE.max_running,
+) -> None:
+    """Answer requests of servers that run with --remote-engine on the same broker.
+
+    Example: vlm worker generate --broker redis://127.0.0.1:6379/0 --threads 8
+    """
+    from vlm.build import build_runner
+    from workers.generate_worker import run as run_worker
+
+    options = _engine_options(
+        model, threads=threads, device=device, dtype=dtype, kv_cache_mb=kv_cache_mb, max_running=max_running
+    )
+    run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
 
 
 def register_late(application: typer.Typer) -> None:

@@ -1,0 +1,56 @@
+"""`vlm worker generate`: a Celery thread pool whose tasks share one engine, so that they batch together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from celery.signals import worker_shutting_down
+
+from workers.celery_app import make_app, thread_worker
+from workers.cluster import GENERATE_TASK, GenerateJob, generate_queue
+from workers.replica import Replica
+from workers.runner import EngineRunner
+
+log = logging.getLogger(__name__)
+
+CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and batches them
+
+
+def default_name() -> str:
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+def run(
+    broker: str,
+    store: str,
+    make_runner: Callable[[], EngineRunner],
+    concurrency: int = CONCURRENCY,
+    name: str | None = None,
+) -> None:
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for a URL that isn't Redis's.
+
+    name: of the replica, and of its queue `generate.NAME`; unique among those alive.
+    """
+    name = name or default_name()
+    app = make_app(broker)
+    replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1))
+
+    @app.task(name=GENERATE_TASK)
+    def generate(**message: Any) -> None:
+        replica.run(GenerateJob(**message))
+
+    def drain(**_: object) -> None:
+        replica.drain()
+
+    worker_shutting_down.connect(drain, weak=False)
+    worker = thread_worker(app, generate_queue(name), concurrency, f"generate-{name}")
+    replica.start()
+    try:
+        worker.start()
+    finally:
+        replica.close()
