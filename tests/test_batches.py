@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from celery_worker import celery_worker
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 
 from vlm.api.auth import ApiKey, Caller, KeyRing
@@ -20,6 +21,7 @@ from vlm.api.batch_runner import BatchRunner
 from vlm.api.batch_store import Batch, BatchStore
 from vlm.api.files import FileStore
 from vlm.config import ServeConfig
+from workers.preprocess_celery import CeleryPreprocess
 
 CHAT = "/v1/chat/completions"
 
@@ -338,6 +340,26 @@ def test_interactive_requests_are_answered_while_a_batch_runs(
     assert client.batches.retrieve(made.id).status == "in_progress"
     client.batches.cancel(made.id)
     assert ended(client, made.id).status == "cancelled"
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_a_batch_runs_the_same_through_celery_workers(data_dir: Path, redis_url: str) -> None:
+    lines = [line(f"row-{number}", png(40 + number, 30), "What?") for number in range(12)]
+    lines += [line("bad", b"no image", "What?"), line("cut", png(50, 50)[:-60], "What?")]
+    config = ServeConfig(data_dir=str(data_dir))
+    found = []
+    with celery_worker(redis_url):
+        for stage in (None, CeleryPreprocess(redis_url, redis_url)):
+            with live_server(config=config, preprocess=stage) as server, client_of(server) as client:
+                batch = ended(client, create(client, lines).id)
+                answers = content(client, batch.output_file_id)
+                texts = {key: row["response"]["body"]["choices"] for key, row in answers.items()}
+                failed = content(client, batch.error_file_id)
+                codes = {key: row["error"]["code"] for key, row in failed.items()}
+                found.append((texts, codes))
+    assert found[0] == found[1] and len(found[0][0]) == 12
+    assert found[0][1] == {"bad": "unsupported_image_format", "cut": "invalid_image"}
 
 
 # The runner alone: clocks, kills and disks under the test's control.
