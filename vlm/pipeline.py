@@ -214,7 +214,7 @@ class Pipeline:
                 image.data, image.spec, self.limits, deadline_s=self.image_deadline_s
             )
             flight.elapsed_ms = (time.monotonic() - started) * 1e3
-            await self.engine.put_tiles(image.key, to_bytes(tiles))
+            await self.engine.put_tiles(image.key, await asyncio.to_thread(to_bytes, tiles))
         except ImageError as error:
             await self._fail_tiles(image.key, error.code, error.message)
         except StageUnavailable as error:
