@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from preprocess.memory import steady_memory
 from preprocess.types import ImageError
 
 _PASSWORD_ERROR = 4  # FPDF_ERR_PASSWORD
@@ -147,4 +148,5 @@ def command(limits: PageLimits) -> list[str]:
 if __name__ == "__main__":
     _limits = PageLimits(**json.loads(sys.argv[1]))
     _limit_process(_limits)
+    steady_memory()
     serve(sys.stdin.buffer, sys.stdout.buffer, _limits)

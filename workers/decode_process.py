@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from preprocess.limits import ImageLimits
+from preprocess.memory import steady_memory
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
@@ -76,6 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     limit_memory(options.memory_bytes)
+    steady_memory()
     try:
         with socket.socket(fileno=options.fd) as connection:
             serve(connection)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import hashlib
 import json
 import signal
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.request import Failed, RequestError
+from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer, EngineGone
 from vlm.caption.documents import DocumentReader
@@ -71,15 +70,6 @@ def engine_options(model: str, threads: int) -> EngineOptions:
     spec = ModelSpec.load(options.model)
     needed_mb = ((options.max_running + 1) * spec.kv_bytes(spec.context_length) >> 20) + 1
     return replace(options, kv_cache_mb=min(options.kv_cache_mb, needed_mb))
-
-
-def steady_memory() -> None:
-    """Large buffers go back to the system when they are freed; glibc would keep ever larger heaps of them."""
-    m_mmap_threshold, m_arena_max = -3, -8  # malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_threshold, 1 << 18)
-        libc.mallopt(m_arena_max, 2)
 
 
 def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str, Any]:

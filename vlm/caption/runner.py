@@ -34,7 +34,7 @@ LoadRequest = Callable[[], Awaitable[tuple[str, list[ChatMessage], SamplingParam
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     window: int = 24  # pages under way: what the engine decodes together, and some more
-    bytes_under_way: int = 128 << 20
+    bytes_under_way: int = 64 << 20
     retry_errors: bool = False  # try pages again that an earlier run could not read
 
 

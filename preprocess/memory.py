@@ -1,0 +1,19 @@
+"""Memory of processes that handle one large buffer after another."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+
+
+def steady_memory() -> None:
+    """Large buffers go back to the system when they are freed; glibc would keep ever larger heaps of them.
+
+    Where the C library is another one, nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+        libc.mallopt(_M_ARENA_MAX, 2)
