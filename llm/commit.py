@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm.beam import BeamSearch, Hypothesis
+from llm.beam import Hypothesis
+from llm.beam_rounds import BeamRounds
 from llm.blocks import BlockPool
 from llm.engine_stats import EngineCounters
 from llm.outputs import TextStream, TokenText
@@ -15,10 +16,9 @@ from llm.request import (
     FinishReason,
     PromptLogprobs,
     Timings,
-    TokenLogprob,
     Usage,
 )
-from llm.sampler import log_softmax, token_logprob
+from llm.sampler import token_logprob
 from llm.scheduler import Batch, Pick, Scheduler
 from llm.sequence import Group, Sequence
 from llm.visual_wants import VisualWants
@@ -44,6 +44,7 @@ class Committer:
         self._eos_ids = eos_ids
         self._counters = counters
         self._groups = groups
+        self._beams = BeamRounds(pool)
 
     def commit(self, batch: Batch, logits: np.ndarray, now: float, events: list[Event]) -> None:
         """`logits`: float32 [sum of num_logits, vocab], in pick order."""
@@ -64,7 +65,10 @@ class Committer:
                     self._draw(group, seq, logits[last], now, events)
             row += pick.num_logits
         for group, group_rows in beams.values():
-            self._advance_beams(group, group_rows, now, events)
+            group.first_token_s = now if group.first_token_s is None else group.first_token_s
+            group.last_token_s = now
+            if self._beams.advance(group, group_rows):
+                self._finish_beams(group, now, events)
 
     def _advance(self, pick: Pick, rows: np.ndarray, now: float, events: list[Event]) -> None:
         """The pick's KV is written: publish full blocks, let go of images that were read."""
@@ -164,64 +168,13 @@ class Committer:
         del self._groups[group.id]
         self._scheduler.remove(group, now)
 
-    def _advance_beams(self, group: Group, rows: list[np.ndarray], now: float, events: list[Event]) -> None:
-        """One round: rank all extensions, end some, fork the rest onto their parents' blocks."""
-        beam, parents = group.beam, list(group.members)
-        assert beam is not None
-        if group.first_token_s is None:
-            group.first_token_s = now
-        group.last_token_s = now
-        group.fork_at = parents[0].num_prompt
-        num_top = group.request.params.logprobs
-        processed = [log_softmax(seq.sampler.process(row)) for seq, row in zip(parents, rows, strict=True)]
-        ranked = beam.rank([seq.score for seq in parents], processed)
-        num_tokens = parents[0].num_generated + 1
-
-        def scored(parent: int, token_id: int) -> list[TokenLogprob]:
-            return [] if num_top is None else [token_logprob(rows[parent], token_id, num_top)]
-
-        for rank, ext in enumerate(ranked):
-            if beam.is_end(ext, rank):
-                seq = parents[ext.parent]
-                beam.finish(
-                    _hypothesis(seq, ext.token_id, ext.score, "stop", scored(ext.parent, ext.token_id))
-                )
-        live = beam.live(ranked)
-        beam.settle(live[0].score if live else None, num_tokens)
-        if beam.is_done:
-            if num_tokens >= group.request.params.max_tokens:
-                for ext in live:
-                    logprobs = scored(ext.parent, ext.token_id)
-                    beam.finish(_hypothesis(parents[ext.parent], ext.token_id, ext.score, "length", logprobs))
-            self._finish_beams(group, beam, now, events)
-            return
-        # All forks before any token is added: a fork copies its parent as it was.
-        unused = set(range(len(parents)))
-        members = []
-        for ext in live:
-            parent = parents[ext.parent]
-            if ext.parent in unused:
-                unused.discard(ext.parent)
-                members.append(parent)
-            else:
-                members.append(parent.fork(0, parent.text))
-                self._pool.retain(parent.table)
-        for index in sorted(unused):
-            self._pool.release(parents[index].forget_blocks())
-        for seq, ext in zip(members, live, strict=True):
-            seq.logprobs += scored(ext.parent, ext.token_id)
-            seq.tokens.append(ext.token_id)
-            seq.sampler.observe(ext.token_id)
-            seq.score = ext.score
-            seq.shares_tail = seq.num_computed % self._pool.block_size != 0
-        group.members = members
-
-    def _finish_beams(self, group: Group, beam: BeamSearch, now: float, events: list[Event]) -> None:
+    def _finish_beams(self, group: Group, now: float, events: list[Event]) -> None:
         """Tells the best n hypotheses as choices; their text is cut at the first stop string."""
-        params = group.request.params
+        params, beam = group.request.params, group.beam
+        assert beam is not None
         chosen = beam.finished[: params.n]
         group.num_completion = sum(len(hypothesis.token_ids) for hypothesis in chosen)
-        group.num_longest = max((len(hypothesis.token_ids) for hypothesis in chosen), default=0)
+        group.num_longest = max(len(hypothesis.token_ids) for hypothesis in chosen)
         self._counters.generated_tokens += group.num_completion
         self._end(group, now)
         for choice, hypothesis in enumerate(chosen):
@@ -231,10 +184,9 @@ class Committer:
                 self._counters.finished_stop += 1
             else:
                 self._counters.finished_length += 1
-            if choice + 1 < len(chosen):
-                events.append(Finished(group.id, choice, reason))
-            else:
-                events.append(Finished(group.id, choice, reason, _usage(group), _timings(group, now)))
+            is_last = choice + 1 == len(chosen)
+            usage, timings = (_usage(group), _timings(group, now)) if is_last else (None, None)
+            events.append(Finished(group.id, choice, reason, usage, timings))
 
     def _beam_text(
         self, hypothesis: Hypothesis, stop: tuple[str, ...], ignore_eos: bool
@@ -249,13 +201,6 @@ class Committer:
                 return text, "stop"
         rest, stopped = stream.flush()
         return text + rest, "stop" if stopped else hypothesis.reason
-
-
-def _hypothesis(
-    seq: Sequence, token_id: int, score: float, reason: FinishReason, last: list[TokenLogprob]
-) -> Hypothesis:
-    token_ids = (*seq.tokens[seq.num_prompt :], token_id)
-    return Hypothesis(token_ids, score / len(token_ids), reason, (*seq.logprobs, *last))
 
 
 def _usage(group: Group) -> Usage:

@@ -227,6 +227,20 @@ def test_prompt_logprobs_are_told_once_for_every_position(setup: dict[str, Any])
     )
 
 
+def test_prompt_logprobs_are_not_told_again_after_preemption() -> None:
+    harness = Harness(max_running=1, max_logit_rows=3, preemption="recompute")
+    harness.submit(request_of("scored", PROMPT, "batch", prompt_logprobs=0))
+    for _ in range(3):
+        harness.step()
+    harness.submit(request_of("now", prompt_of([1, 2])))
+    harness.run()
+    assert harness.engine.stats().preempted_recompute == 1
+    told = [e.logprobs for e in harness.events if isinstance(e, PromptLogprobs)]
+    rows = reference_logits(PROMPT, list(PROMPT.token_ids))
+    wanted = [token_logprob(rows[i], PROMPT.token_ids[i + 1], 0) for i in range(PROMPT.num_tokens - 1)]
+    assert [entry for part in told for entry in part] == wanted
+
+
 def test_streamed_pieces_add_up_to_the_whole() -> None:
     """Bytes as tokens: no piece shows half a character, and the sum is the whole text."""
     table = tuple("€é"[i % 2].encode()[i // 2 % 3 : i // 2 % 3 + 1] or b"x" for i in range(VOCAB))

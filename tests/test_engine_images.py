@@ -281,6 +281,19 @@ def test_holds_on_visual_tokens_return_to_zero_after_cancel(settings_: dict[str,
         harness.assert_clean()
 
 
+def test_an_image_is_held_until_its_last_span_is_computed() -> None:
+    harness = Harness(max_step_tokens=4)
+    harness.submit(
+        request_of("r", prompt_of([1], ("A", 5), [2], ("B", 5), [2], ("A", 5), [3] * 9), max_tokens=9)
+    )
+    held = []
+    while not harness.engine.is_idle:
+        harness.step()
+        held.append("".join(sorted(key[-1] for key in harness.visuals.holds)))
+    # Positions computed: wait, then 4 more each step; B's span ends at 12, A's second one at 18.
+    assert held[:7] == ["AB", "AB", "AB", "A", "A", "", ""]
+
+
 def test_encode_time_is_told_apart_from_queueing() -> None:
     clock = FakeClock()
     harness = Harness(encodes=False, clock=clock)

@@ -63,7 +63,7 @@ def test_distribution_equals_the_reference(
     ids, probs = sampler.distribution(row)
     wanted = reference_distribution([float(x) for x in row], temperature, top_k, top_p, min_p)
     assert sorted(wanted) == ids.tolist()
-    assert np.allclose([wanted[int(i)] for i in ids], probs, rtol=1e-9)
+    assert np.allclose([wanted[int(i)] for i in ids], probs, rtol=1e-5)
 
 
 @settings(max_examples=100, deadline=None)
