@@ -82,31 +82,36 @@ inline float max8(__m256 v) {
 
 // ---- the one inner loop: C [R][16 P] = init + A [R][K] B, B as P groups of 16 columns --------------------
 
+constexpr int AHEAD = 2048;  // bytes
+
 // Each C value sums its K products in ascending order onto its init, whatever R and P are.
 template <int R, int P, class W>
 inline void kernel(const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
                    const float* init, long ldi) {
-    __m256 acc[R][P][2];
+    __m256 acc[R][2 * P];  // all loops over it are unrolled, so that it lives in registers
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int h = 0; h < 2; h++)
-                acc[r][p][h] = init ? _mm256_loadu_ps(init + r * ldi + p * 16 + h * 8) : _mm256_setzero_ps();
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * P; i++) acc[r][i] = init ? _mm256_loadu_ps(init + r * ldi + i * 8) : _mm256_setzero_ps();
     for (int k = 0; k < K; k++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             __m256 lo, hi;
             load16(b[p] + k * ldb, lo, hi);
+            // One to three rows read memory as fast as it gives; with more, the hardware's prefetch lags.
+            if (R > 3) _mm_prefetch(reinterpret_cast<const char*>(b[p] + k * ldb) + AHEAD, _MM_HINT_T1);
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                __m256 x = _mm256_broadcast_ss(a + r * lda + k);
-                acc[r][p][0] = _mm256_fmadd_ps(x, lo, acc[r][p][0]);
-                acc[r][p][1] = _mm256_fmadd_ps(x, hi, acc[r][p][1]);
+                const __m256 x = _mm256_broadcast_ss(a + r * lda + k);
+                acc[r][2 * p] = _mm256_fmadd_ps(x, lo, acc[r][2 * p]);
+                acc[r][2 * p + 1] = _mm256_fmadd_ps(x, hi, acc[r][2 * p + 1]);
             }
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int h = 0; h < 2; h++) _mm256_storeu_ps(c + r * ldc + p * 16 + h * 8, acc[r][p][h]);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * P; i++) _mm256_storeu_ps(c + r * ldc + i * 8, acc[r][i]);
 }
 
 constexpr int MAX_ROWS = 6;                                   // of a tile: 12 accumulators and operands fill 16 registers
@@ -201,8 +206,8 @@ namespace {
 
 constexpr int KEYS = 64;          // per softmax update
 constexpr int QUERY_ROWS = 48;    // that share one pass over the keys
-constexpr int DEPTH = 256;        // K per pass of a large product: 16 KB of weights stay in L1
-constexpr int ROW_BLOCK = 96;     // rows per pass of a large product: 96 KB of activations stay in L2
+constexpr int DEPTH = 2048;       // K per pass of a large product: 128 KB of float32 weights stay in L2
+constexpr int ROW_BLOCK = 96;     // rows that share one reading of the weights
 
 inline long pad16(long n) { return (n + 15) / 16 * 16; }
 
@@ -220,30 +225,17 @@ void product(const float* a, long lda, int M, const Linear& w, float* c, long ld
         }
         return;
     }
-    alignas(64) float unpacked[DEPTH * 16];
     for (int m0 = 0; m0 < M; m0 += ROW_BLOCK) {
         const Tiles tiles(M - m0 < ROW_BLOCK ? M - m0 : ROW_BLOCK);
         for (int k0 = 0; k0 < w.k; k0 += DEPTH) {
             const int depth = w.k - k0 < DEPTH ? w.k - k0 : DEPTH;
             for (int g = 0; g < groups; g++) {
                 b[0] = weight + (long(g) * w.k + k0) * 16;
-                const float* wide = nullptr;
-                if (sizeof(W) == 2 && tiles.count > 2) {
-                    for (int k = 0; k < depth; k++) {
-                        __m256 lo, hi;
-                        load16(b[0] + k * 16, lo, hi);
-                        _mm256_store_ps(unpacked + k * 16, lo);
-                        _mm256_store_ps(unpacked + k * 16 + 8, hi);
-                    }
-                    wide = unpacked;
-                }
                 for (int t = 0; t < tiles.count; t++) {
                     const int r = tiles.begin(t), rows = tiles.begin(t + 1) - r;
                     float* to = c + (m0 + r) * ldc + g * 16;
                     const float* init = k0 ? to : w.bias ? w.bias + g * 16 : nullptr;
-                    const float* from = a + (m0 + r) * lda + k0;
-                    if (wide) tile(rows, 1, from, lda, &wide, 16, depth, to, ldc, init, k0 ? ldc : 0);
-                    else tile(rows, 1, from, lda, b, 16, depth, to, ldc, init, k0 ? ldc : 0);
+                    tile(rows, 1, a + (m0 + r) * lda + k0, lda, b, 16, depth, to, ldc, init, k0 ? ldc : 0);
                 }
             }
         }
