@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +23,8 @@ from celery_worker import celery_worker
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 
 from vlm.api.auth import ApiKey, Caller, KeyRing
-from vlm.api.batch_rows import RowFile, RowResult, error_result, validate
-from vlm.api.batch_runner import BatchRunner
+from vlm.api.batch_rows import RowFile, RowResult, count_lines, error_result, validate
+from vlm.api.batch_runner import WINDOW, BatchRunner
 from vlm.api.batch_store import Batch, BatchStore
 from vlm.api.files import FileStore
 from vlm.config import ServeConfig
@@ -340,6 +347,65 @@ def test_interactive_requests_are_answered_while_a_batch_runs(
     assert client.batches.retrieve(made.id).status == "in_progress"
     client.batches.cancel(made.id)
     assert ended(client, made.id).status == "cancelled"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_server(data_dir: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tests), str(tests.parent)))}
+    command = [sys.executable, str(tests / "batch_server_child.py"), str(data_dir), str(port), str(log)]
+    process = subprocess.Popen(command, env=environment, cwd=data_dir)
+
+    def answers() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/health/live", trust_env=False).status_code == 200
+        return False
+
+    wait_for(answers, 60.0)
+    return process
+
+
+def at_least(path: Path, num_lines: int) -> bool:
+    return count_lines(path) >= num_lines
+
+
+def test_a_server_that_is_killed_goes_on_and_does_no_finished_row_again(tmp_path: Path) -> None:
+    """users.md B1 and B2, with SIGKILL."""
+    port, count = free_port(), 150
+    logs = [tmp_path / f"log{life}" for life in range(3)]
+    output = tmp_path / "none"
+    with (
+        httpx.Client(trust_env=False, timeout=30) as http,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", http_client=http) as client,
+    ):
+        for log in logs[:2]:
+            process = start_server(tmp_path, port, log)
+            try:
+                if log == logs[0]:
+                    made = create(client, [line(str(n), png(20 + n, 20), "What?") for n in range(count)])
+                    output = next((tmp_path / "batches").glob(f"*/{made.id}")) / "output.jsonl"
+                wait_for(partial(at_least, output, count_lines(output) + 20))
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait(10)
+            assert count_lines(output) < count
+        process = start_server(tmp_path, port, logs[2])
+        try:
+            batch = ended(client, made.id)
+            assert (batch.status, batch.request_counts.completed) == ("completed", count)
+            assert set(content(client, batch.output_file_id)) == {str(n) for n in range(count)}
+        finally:
+            process.kill()
+            process.wait(10)
+    submitted = [log.read_text().split() for log in logs]
+    assert len(set().union(*submitted)) == count
+    assert sum(map(len, submitted)) <= count + 2 * WINDOW
 
 
 @pytest.mark.redis
