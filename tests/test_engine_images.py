@@ -196,6 +196,23 @@ def test_only_so_many_waiting_requests_ask_for_images() -> None:
     harness.assert_clean()
 
 
+@pytest.mark.parametrize("encodes", [True, False])
+def test_without_room_only_so_many_waiting_requests_hold_visual_tokens(encodes: bool) -> None:
+    harness = Harness(encodes=encodes, visual_lookahead=3, max_running=1)
+    harness.submit(request_of("long", prompt_of([1]), max_tokens=30))
+    for i in range(8):
+        harness.submit(request_of(f"r{i}", prompt_of([1], (f"{i}", 5), [2])))
+    for _ in range(10):
+        harness.step()
+        assert len(harness.visuals.holds) <= 3
+    assert [want.request_id for want in harness.wants] == ["r0", "r1", "r2"]
+    harness.encodes = True
+    for want in harness.wants:
+        harness.encode(want.key)
+    harness.run()
+    harness.assert_clean()
+
+
 def test_a_warm_image_passes_requests_that_wait_for_theirs() -> None:
     harness = Harness(visual_lookahead=2)
     harness.submit(request_of("first", prompt_of([1], ("A", 7), [2])))

@@ -155,8 +155,8 @@ HISTORIES = st.lists(
 def test_a_running_decode_gets_a_token_every_step_of_bounded_size(
     history: list[tuple[str, int]], chunk: int
 ) -> None:
-    """S5: without preemption the wait for the next token is one step, and a step holds no more than the
-    running decodes and max(min_chunk, max_step - decodes) prompt tokens."""
+    """S5: the wait for the next token is one step, and a step holds no more than the running decodes and
+    max(min_chunk, max_step - decodes) prompt tokens. Only batch work gives way, to interactive work."""
     harness = Harness(num_blocks=400, max_step_tokens=chunk, max_running=6)
     count = 0
     for action, value in [*history, *[("wait", 1)] * 200]:
@@ -170,7 +170,9 @@ def test_a_running_decode_gets_a_token_every_step_of_bounded_size(
             alive = started & set(harness.engine._groups)
             events = harness.step()
             served = {event.request_id for event in events if isinstance(event, Delta)}
-            assert alive <= served
+            preempted = {group.id: group for group in harness.engine._scheduler.queues.waiting}
+            assert alive - set(preempted) <= served
+            assert all(preempted[name].request.priority == "batch" for name in alive & set(preempted))
             if harness.engine.is_idle:
                 continue
             plan = harness.backend.plans[-1]
