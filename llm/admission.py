@@ -40,26 +40,38 @@ class Admission:
         if not waiting or (self._config.batching == "static" and running):
             return failures
         has_room = True
-        num_wanting = 0
+        num_wanting = num_ahead = 0
         for group in list(waiting):
-            if not has_room and num_wanting >= self._config.visual_lookahead:
+            if not has_room and num_ahead >= self._config.visual_lookahead:
                 break
             try:
+                if has_room and self._is_stuck(group, num_wanting):
+                    num_wanting += bool(group.held)
+                    continue
+                has_room = has_room and self._may_get_slots(group)
                 if not has_room:
-                    num_wanting += self._look_ahead(group, now)
-                elif not self._is_stuck(group, num_wanting):
-                    hits = self._find_hits(group)
-                    if hits is None:
-                        continue
-                    if self._has_visuals(group, len(hits), num_wanting, now):
-                        has_room = self._try_start(group, hits, now)
-                    else:
-                        num_wanting += group.considered
-                elif group.missing_visual is not None:
-                    num_wanting += group.considered
+                    num_ahead += 1
+                    if num_wanting < self._config.visual_lookahead:
+                        self._look_ahead(group, now)
+                    num_wanting += bool(group.held)
+                    continue
+                hits = self._find_hits(group)
+                if hits is None:
+                    continue
+                if self._has_visuals(group, len(hits), num_wanting, now):
+                    has_room = self._try_start(group, hits, now)
+                else:
+                    num_wanting += bool(group.held)
             except VisualFailure as failure:
                 failures.append((group, failure.code, failure.message))
         return failures
+
+    def _may_get_slots(self, group: Group) -> bool:
+        """Whether slots are free, or held by batch work that an interactive request may preempt."""
+        if self._queues.num_slots_taken() + group.num_slots <= self._config.max_running:
+            return True
+        running = self._queues.running
+        return group.request.priority == "interactive" and any(g.request.priority == "batch" for g in running)
 
     def _is_stuck(self, group: Group, num_wanting: int) -> bool:
         """Constant-time check of what the group waited for last time."""
@@ -113,17 +125,14 @@ class Admission:
         missing_at = self._wants.ensure(group, start, now)
         return missing_at is None or missing_at - start >= self._pool.block_size
 
-    def _look_ahead(self, group: Group, now: float) -> int:
-        """No room for the group yet: ask for its images all the same. Returns whether it waits for some."""
-        if not group.spans or group.swapped is not None:
-            return 0
-        if not group.considered:
-            hits = self._find_hits(group)
-            if hits is None:
-                return 0
+    def _look_ahead(self, group: Group, now: float) -> None:
+        """No room for the group yet: ask for its images all the same, once."""
+        if not group.spans or group.swapped is not None or group.considered:
+            return
+        hits = self._find_hits(group)
+        if hits is not None:
             group.considered = True
             self._wants.ensure(group, len(hits) * self._pool.block_size, now)
-        return 1
 
     def _try_start(self, group: Group, hits: list[int], now: float) -> bool:
         """Admits if slots and blocks allow, preempting later batch work for an interactive request."""
