@@ -1,4 +1,4 @@
-"""Encode and generate workers as operators run them, in process groups of their own, for tests that kill them."""
+"""Encode and generate workers as operators run them, in process groups of their own: tests kill them."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ def append_event(events: list[StreamEvent], event: StreamEvent) -> None:
 class _Outgoing:
     node: str
     next_batch: int = 0
+    ended: bool = False  # its last event is among `events`
     events: list[StreamEvent] = field(default_factory=list)
 
 
@@ -118,12 +119,13 @@ class EventPublisher:
             self._calls.pop(call, None)
 
     def feed(self, events: Sequence[StreamEvent]) -> None:
-        """Events of calls that aren't open are dropped. Never blocks on Redis."""
+        """Events of calls that aren't open, or have ended, are dropped. Never blocks on Redis."""
         with self._changed:
             for event in events:
                 outgoing = self._calls.get(event.request_id)
-                if outgoing is not None:
+                if outgoing is not None and not outgoing.ended:
                     append_event(outgoing.events, event)
+                    outgoing.ended = _ends(event)
             self._changed.notify()
 
     @property
@@ -167,7 +169,7 @@ class EventPublisher:
             batch = [call, outgoing.next_batch, [_to_json(event) for event in events]]
             entries.setdefault(outgoing.node, []).append(batch)
             outgoing.next_batch += 1
-            if _ends(events[-1]):
+            if outgoing.ended:
                 del self._calls[call]
                 ended.append(call)
         return entries, ended

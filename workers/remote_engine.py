@@ -40,7 +40,7 @@ from workers.remote_visuals import AWAY, SEND_RETRY, RemoteVisuals
 from workers.replica import TIMED_OUT
 from workers.routing import SPILL_THRESHOLD, choose, routing_key
 from workers.stages import MAX_ATTEMPTS
-from workers.streams import is_last
+from workers.streams import end_tasks, is_last
 from workers.visual_store import open_visual_blobs
 
 log = logging.getLogger(__name__)
@@ -118,9 +118,7 @@ class RemoteEngine:
         ]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         for call in list(self._calls.values()):
             call.events.put_nowait(Failed(call.request.id, "shutting_down", "The server is shutting down."))
         await asyncio.to_thread(self._heartbeat.close)

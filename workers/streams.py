@@ -55,3 +55,12 @@ class StreamTable:
             self.discard(request_id)
             if not finished:
                 cancel(request_id)
+
+
+async def end_tasks(*tasks: asyncio.Task[None]) -> None:
+    """Cancels until it helps: before Python 3.12 `asyncio.wait_for`, which clients use, may swallow it."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=0.2)
+    await asyncio.gather(*tasks, return_exceptions=True)
