@@ -82,6 +82,15 @@ class TorchBackend:
             first_block=table[0] if consecutive else None,
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one decode step reads: every linear and the head."""
+        w = self.decoder.weights
+        layers = sum(
+            t.nbytes for layer in w.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
+        return layers + w.lm_head.nbytes
+
     def embedding(self) -> np.ndarray:
         """float32 [vocab_size, d_model]."""
         return self.decoder.weights.embedding.to("cpu", torch.float32).numpy()
