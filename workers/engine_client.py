@@ -31,7 +31,10 @@ class EngineClient(Protocol):
         ...
 
     async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        """Tiles in wire format (`preprocess.wire`), for a `WantVisual` of this key."""
+        """Tiles in wire format (`preprocess.wire`), for a `WantVisual` of this key.
+
+        Returns once the engine has them: wishes uttered before have then been delivered.
+        """
         ...
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:

@@ -100,6 +100,7 @@ def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], 
             runner.cancel(message["id"])
         case "tiles":
             runner.put_tiles(VisualKey(message["key"]), payload)
+            frames.send({"op": "reply", "reply": message["reply"], "value": None})
         case "no_tiles":
             runner.fail_tiles(VisualKey(message["key"]), message["code"], message["message"])
         case "stats":
@@ -269,28 +270,30 @@ class EngineProcess:
                 yield event
 
     async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        self._send({"op": "tiles", "key": key}, tiles)
-        if self._writer:
-            await self._writer.drain()
+        """Returns when the engine has them. Frames keep their order, so every wish that it uttered before
+        was heard before, and the caller can tell a late wish from a new one."""
+        await self._ask({"op": "tiles", "key": key}, tiles, timeout_s=None)
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         self._send({"op": "no_tiles", "key": key, "code": code, "message": message})
 
-    async def _ask(self, op: str) -> Any:
+    async def _ask(
+        self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = 10.0
+    ) -> Any:
         reply = next(self._reply_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._replies[reply] = future
         try:
-            self._send({"op": op, "reply": reply})
-            return await asyncio.wait_for(future, 10.0)
+            self._send({**message, "reply": reply}, payload)
+            return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise EngineUnavailable("the engine does not answer") from None
         finally:
             self._replies.pop(reply, None)
 
     async def stats(self) -> dict[str, Any]:
-        value: dict[str, Any] = await self._ask("stats")
+        value: dict[str, Any] = await self._ask({"op": "stats"})
         return value
 
     async def clear_cache(self) -> None:
-        await self._ask("clear")
+        await self._ask({"op": "clear"})
