@@ -23,8 +23,9 @@ def _exit_code(error: BaseException) -> int:
     from llm.request import RequestError
     from preprocess.types import ImageError
 
-    if isinstance(error, CommandError):
-        return error.exit_code
+    declared = getattr(error, "exit_code", None)  # ours, and those of the command line library
+    if isinstance(declared, int):
+        return declared
     if isinstance(
         error, (ImageError, RequestError, ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
     ):
@@ -32,10 +33,16 @@ def _exit_code(error: BaseException) -> int:
     return FAILURE
 
 
-def run(command: Callable[[], None]) -> NoReturn:
-    """Runs the command line and exits the process."""
+def _message(error: BaseException) -> str:
+    format_message = getattr(error, "format_message", None)  # usage errors of the command line library
+    text = format_message() if callable(format_message) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def run(command: Callable[[], object]) -> NoReturn:
+    """Runs the command line and exits the process, with the code that the command returns if it does."""
     try:
-        command()
+        code = command()
     except KeyboardInterrupt:
         print("vlm: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -45,7 +52,6 @@ def run(command: Callable[[], None]) -> NoReturn:
     except Exception as error:
         if os.environ.get("VLM_DEBUG"):
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"vlm: {text}", file=sys.stderr)
+        print(f"vlm: {_message(error)}", file=sys.stderr)
         sys.exit(_exit_code(error))
-    sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
