@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -259,3 +260,20 @@ def test_base64_of_every_format_is_read(server: LiveServe) -> None:
             url = "data:image/any;base64," + base64.b64encode(noise(5, 96, 64, form)).decode()
             body = ask({"type": "image_url", "image_url": {"url": url}}, "What?", max_tokens=2)
             assert http.post(CHAT, json=body).status_code == 200, form
+
+
+def test_start_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
+    """No traceback for what a user can mend."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for options, words in (
+            (["--model", str(tmp_path / "none")], "not a folder"),
+            (["--host", "0.0.0.0"], "no keys are set"),
+            (["--port", port], "can't listen"),
+        ):
+            command = [sys.executable, "-m", "vlm.cli.main", "serve", *options]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 2 and words in done.stderr.splitlines()[-1], done.stderr
+            assert "Traceback" not in done.stderr and done.stdout == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -125,7 +126,7 @@ def test_spans_cover_the_stages_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
     assert root.attributes["vlm.usage.cached_tokens"] == 2
     assert root.end_time - root.start == pytest.approx(30e6, abs=2)
     assert stages[0].start == root.start and stages[-1].end_time == pytest.approx(root.end_time, abs=10)
-    assert all(a.end_time == b.start for a, b in zip(stages, stages[1:], strict=False))
+    assert all(a.end_time == b.start for a, b in itertools.pairwise(stages))
 
 
 def test_without_the_option_there_are_no_traces() -> None:

@@ -62,7 +62,12 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await pipeline.start()
+        try:
+            await pipeline.start()
+        except BaseException as error:
+            service.start_error = error
+            await pipeline.close()
+            raise
         try:
             async with batches_running(app, service):
                 yield

@@ -135,20 +135,45 @@ def make_server(app: FastAPI, config: ServeConfig) -> DrainingServer:
     return DrainingServer(settings, cast(Service, app.state.service))
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Before the engine starts, so that a taken port costs no time. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from None
+    return bound
+
+
 def run(pipeline: Pipeline, config: ServeConfig, *, allow_public: bool = False) -> None:
-    """Serves until it is told to stop. Raises ConfigError before anything is started, and when the
-    address can't be used or the engine does not start."""
+    """Serves until it is told to stop.
+
+    Raises ConfigError for settings and addresses that can't be used, and whatever kept the pipeline from
+    starting.
+    """
     configure(config.log_format)
     app = create_app(pipeline, config)
     service = cast(Service, app.state.service)
     if not allow_public:
         check_exposure(config, service.keys)
+    listener = bind(config.host.strip("[]"), config.port)
     server = make_server(app, config)
+    # a failed start is raised below, and one that was called off is no error: no traceback of uvicorn's
+    logging.getLogger("uvicorn.error").addFilter(lambda record: service.start_error is None)
     try:
-        server.run()
+        server.run(sockets=[listener])
     except (asyncio.CancelledError, KeyboardInterrupt):
         return
-    except SystemExit:
-        raise ConfigError(f"can't listen on {config.host}:{config.port}") from None
-    if not server.started:
-        raise ConfigError("the server did not start; its own message is above")
+    except SystemExit:  # uvicorn's way to say that the app did not start
+        if service.start_error is None:
+            raise
+    finally:
+        listener.close()
+    if isinstance(service.start_error, Exception):
+        raise service.start_error

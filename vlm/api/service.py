@@ -36,6 +36,7 @@ class Service:
     limiter: RateLimiter = field(default_factory=RateLimiter)
     traces: Traces = field(default_factory=NoTraces)
     body_bytes: int = 0  # of all requests under way
+    start_error: BaseException | None = None  # why the pipeline did not start
     # Bodies are parsed here: two at a time, so that many large ones can't crowd the event loop out.
     parsers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
