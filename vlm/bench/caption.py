@@ -24,19 +24,19 @@ from vlm.build import build_served_pipeline
 from vlm.caption.app import engine_options, make_run
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
-from vlm.caption.presets import Order, Question
+from vlm.caption.presets import Order, Question, make_question
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.runner import RunOptions
 from vlm.caption.stats import RunStats
 from vlm.config import DEFAULT_MODEL, ServeConfig
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 
-ENGINE = engine_options("default", threads=1)
-WINDOW = ENGINE.max_running * 3 // 2
 TOKENS = 160  # of every page's answer, where lengths are fixed
 LONG_PROMPT = " ".join(
     ["Read every line of the document in order, and write each of them down as it is."] * 6
 )
+ENGINE = engine_options("default", 1, make_question(prompt=LONG_PROMPT, max_tokens=TOKENS))
+WINDOW = ENGINE.max_running * 3 // 2
 ABOUT = {"model": "vlm-default", "dtype": ENGINE.dtype, "threads": ENGINE.threads}
 
 

@@ -13,6 +13,7 @@ from vlm.train.documents import HELD_OUT_SEED, make_document
 
 KINDS = ("receipt", "invoice", "label", "sign", "shapes")
 PDF_PAGES = 20
+_PERIOD = 40  # pages: a folder of more has the same sizes in every format, so the same largest ones
 _FORMATS = (("png", "PNG"), ("jpg", "JPEG"), ("webp", "WEBP"), ("tif", "TIFF"))
 
 
@@ -28,9 +29,8 @@ class Folder:
 
 def draw_page(number: int, seed: int = 0, max_scale: float = 6.0) -> Image.Image:
     """Page `number`: a held-out document at one to `max_scale` times the model's scale."""
-    rng = Random(f"page/{seed}/{number}")
     image, _ = make_document(KINDS[number % len(KINDS)], HELD_OUT_SEED + seed * 1_000_000 + number)
-    scale = rng.uniform(1.0, max_scale)
+    scale = 1.0 + (max_scale - 1.0) * (7 * number % _PERIOD) / (_PERIOD - 1)
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
 
 
@@ -59,7 +59,7 @@ def make_folder(
         raise ValueError("too few pages for that many PDFs")
     singles: list[bytes] = []
     for number in range(num_single):
-        suffix, form = rng.choice(_FORMATS)
+        suffix, form = _FORMATS[number % len(_FORMATS)]
         singles.append(encode(draw_page(number, seed, max_scale), form))
         (path / f"scan {number}.{suffix}").write_bytes(singles[-1])
     for number in range(num_copies):

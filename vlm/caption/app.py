@@ -34,6 +34,7 @@ from vlm.spec import ModelSpec
 from workers.engine_client import EngineUnavailable
 
 INTERRUPTED = 130
+_LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
 _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
 
 
@@ -64,11 +65,16 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def engine_options(model: str, threads: int) -> EngineOptions:
-    """The default engine with no more KV cache than full contexts of all running pages need."""
+def engine_options(model: str, threads: int, question: Question) -> EngineOptions:
+    """The default engine with no more KV cache than the running pages need: more would only keep pages that
+    never come again. Two whole contexts at least, for the lines of batch files."""
     options = EngineOptions(model=DEFAULT_MODEL if model == "default" else model, threads=threads)
     spec = ModelSpec.load(options.model)
-    needed_mb = ((options.max_running + 1) * spec.kv_bytes(spec.context_length) >> 20) + 1
+    page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
+    num_tokens = max(
+        (options.max_running + 1) * min(page_tokens, spec.context_length), 2 * spec.context_length
+    )
+    needed_mb = (spec.kv_bytes(num_tokens) >> 20) + 1
     return replace(options, kv_cache_mb=min(options.kv_cache_mb, needed_mb))
 
 

@@ -73,7 +73,7 @@ def caption_command(
         seed=seed,
         temperature=temperature,
     )
-    engine = engine_options(model, threads)
+    engine = engine_options(model, threads, question)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
     job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llm.request import SamplingParams, VisualKey
+from llm.request import Prompt, SamplingParams, VisualKey
 from vlm.pipeline import ChatMessage, ImageInput
 from vlm.prompt import ImagePart, Message
 from vlm.spec import BLOCK_SIZE, ModelSpec
@@ -77,6 +77,14 @@ class Question:
         parts: tuple[str | ImageInput, ...] = (self.prompt, ImageInput(image))
         return [ChatMessage("user", parts if self.order == "instruction-first" else parts[::-1])]
 
+    def prompt_for(self, spec: ModelSpec, side: int) -> Prompt:
+        """The prompt of a square page of `side` pixels."""
+        grid = spec.preprocess_spec("auto").rule.grid(side, side)
+        image = ImagePart(grid, VisualKey("0" * 64))
+        parts: tuple[str | ImagePart, ...] = (self.prompt, image)
+        ordered = parts[::-1] if self.order == "image-first" else parts
+        return spec.prompt_builder.build([Message("user", ordered)])
+
     def resolved(self, spec: ModelSpec) -> Question:
         """Instruction first where pages can then share its KV: it must fill a block of the prefix cache.
 
@@ -84,9 +92,7 @@ class Question:
         """
         if self.order != "auto":
             return self
-        grid = spec.preprocess_spec("auto").rule.grid(64, 64)
-        image = ImagePart(grid, VisualKey("0" * 64))
-        prompt = spec.prompt_builder.build([Message("user", (self.prompt, image))])
+        prompt = replace(self, order="instruction-first").prompt_for(spec, 64)
         shared = prompt.spans[0].start >= BLOCK_SIZE
         return replace(self, order="instruction-first" if shared else "image-first")
 
