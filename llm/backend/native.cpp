@@ -194,7 +194,7 @@ struct Step {
     const int32_t* offsets;    // [n + 1]
     const int32_t* wanted;     // [n]: logits of an item's last rows
     const int32_t* pages;      // pages of all items, one after the other
-    const int64_t* page_start; // [n]
+    const int64_t* page_start; // [n + 1]
     float* logits;             // [R][vocab padded to 16]
     float* work;               // work_floats(...) of scratch
     int32_t num_tokens, num_items;

@@ -183,23 +183,20 @@ class NativeBackend:
 
     def _run(self, plan: StepPlan, ragged: Ragged, logits: np.ndarray) -> None:
         x = self._embed(plan, ragged)
-        pages = [self._pages(item.block_table) for item in plan.items]
-        starts = np.cumsum([0, *(len(p) for p in pages[:-1])], dtype=np.int64)
-        table = np.concatenate(pages).astype(np.int32, copy=False)
-        wanted = np.array([item.num_logits for item in plan.items], np.int32)
+        pages, page_start = self._pages(ragged)
         needed = self._library.work_floats(ctypes.byref(self._model), len(x))
         if self._work.size < needed:
             self._work = _aligned(needed, np.float32, zero=False)
         step = _Step(
-            x=x.ctypes.data,
-            positions=ragged.positions.ctypes.data,
-            slots=ragged.slots.ctypes.data,
-            offsets=ragged.offsets.ctypes.data,
-            wanted=wanted.ctypes.data,
-            pages=table.ctypes.data,
-            page_start=starts.ctypes.data,
-            logits=logits.ctypes.data,
-            work=self._work.ctypes.data,
+            x=_address(x),
+            positions=_address(ragged.positions),
+            slots=_address(ragged.slots),
+            offsets=_address(ragged.offsets),
+            wanted=_address(ragged.num_logits),
+            pages=_address(pages),
+            page_start=_address(page_start),
+            logits=_address(logits),
+            work=_address(self._work),
             num_tokens=len(x),
             num_items=len(plan.items),
         )
@@ -214,12 +211,13 @@ class NativeBackend:
                 x[first : first + len(visual.rows)] = _as_float32(visual.rows)
         return x
 
-    def _pages(self, blocks: tuple[int, ...]) -> np.ndarray:
-        table = np.asarray(blocks, np.int32)
+    def _pages(self, ragged: Ragged) -> tuple[np.ndarray, np.ndarray]:
+        """int32 pages of all items, int64 [n + 1] where each item's begin."""
         per_block = self.block_size // PAGE
         if per_block == 1:
-            return table
-        return (table[:, None] * per_block + np.arange(per_block, dtype=np.int32)).ravel()
+            return ragged.blocks, ragged.block_start
+        pages = ragged.blocks[:, None] * np.int32(per_block) + np.arange(per_block, dtype=np.int32)
+        return pages.ravel(), ragged.block_start * per_block
 
     def embedding(self) -> np.ndarray:
         """float32 [vocab_size, d_model]."""
@@ -310,6 +308,10 @@ def _aligned(count: int, dtype: Any, zero: bool = True) -> np.ndarray:
     raw = (np.zeros if zero else np.empty)(count * size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + count * size].view(dtype)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])  # faster than .ctypes.data
 
 
 def _embedding_table(embedding: Tensor) -> np.ndarray:

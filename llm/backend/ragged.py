@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -26,7 +27,8 @@ class Limits:
 class Ragged:
     """The chunks of a plan one after the other: T tokens of n items.
 
-    Item i owns rows [offsets[i], offsets[i + 1]) and attends to positions [0, lengths[i]).
+    Item i owns rows [offsets[i], offsets[i + 1]), attends to positions [0, lengths[i]), and keeps them in
+    blocks[block_start[i] : block_start[i + 1]].
     """
 
     token_ids: np.ndarray  # int32 [T]
@@ -34,39 +36,57 @@ class Ragged:
     slots: np.ndarray  # int64 [T]: block * block_size + position inside the block
     offsets: np.ndarray  # int32 [n + 1]
     lengths: np.ndarray  # int32 [n]: start + chunk
+    blocks: np.ndarray  # int32: as many of each item as its length needs
+    block_start: np.ndarray  # int64 [n + 1]
+    num_logits: np.ndarray  # int32 [n]
     logit_rows: np.ndarray  # int32 [R]: rows whose logits are wanted, ascending
 
 
 def flatten(plan: StepPlan, limits: Limits) -> Ragged:
     """Raises PlanError before anything is written."""
+    items, size = plan.items, limits.block_size
     for pair in plan.copies:
         if not all(0 <= block < limits.num_blocks for block in pair):
             raise PlanError("a copied block is outside the pool")
-    for item in plan.items:
+    for item in items:
         _check_item(item, limits)
-    counts = [len(item.token_ids) for item in plan.items]
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    token_ids = np.fromiter((t for item in plan.items for t in item.token_ids), np.int32, int(offsets[-1]))
+    counts = np.array([len(item.token_ids) for item in items], np.int32)
+    starts = np.array([item.start for item in items], np.int32)
+    num_logits = np.array([item.num_logits for item in items], np.int32)
+    offsets, lengths = _starts(counts, np.int32), starts + counts
+    widths = -(-lengths // size)
+    block_start = _starts(widths, np.int64)
+    tables = (item.block_table[:width] for item, width in zip(items, widths.tolist(), strict=True))
+    blocks = np.fromiter(chain.from_iterable(tables), np.int32, int(block_start[-1]))
+    token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int32, int(offsets[-1]))
+    if blocks.size and (blocks.min() < 0 or blocks.max() >= limits.num_blocks):
+        raise PlanError("a block table names a block outside the pool")
     if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= limits.vocab_size):
         raise PlanError("a token id is outside the vocabulary")
-    positions = np.empty(token_ids.size, np.int32)
-    slots = np.empty(token_ids.size, np.int64)
-    rows = []
-    for i, item in enumerate(plan.items):
-        begin, end = int(offsets[i]), int(offsets[i + 1])
-        positions[begin:end] = span = np.arange(item.start, item.start + counts[i])
-        blocks = np.asarray(item.block_table, np.int64)
-        slots[begin:end] = blocks[span // limits.block_size] * limits.block_size + span % limits.block_size
-        rows.append(np.arange(end - item.num_logits, end, dtype=np.int32))
+    rows = np.arange(token_ids.size, dtype=np.int32)
+    positions = rows + np.repeat(starts - offsets[:-1], counts)
+    first_block = np.repeat(block_start[:-1], counts)
+    slots = blocks[first_block + positions // size].astype(np.int64) * size + positions % size
+    # Row r of the batch is wanted when it is among its item's last num_logits.
+    wanted = rows >= np.repeat(offsets[1:] - num_logits, counts)
     return Ragged(
         token_ids=token_ids,
         positions=positions,
         slots=slots,
         offsets=offsets,
-        lengths=np.array([item.start + n for item, n in zip(plan.items, counts, strict=True)], np.int32),
-        logit_rows=np.concatenate(rows) if rows else np.empty(0, np.int32),
+        lengths=lengths,
+        blocks=blocks,
+        block_start=block_start,
+        num_logits=num_logits,
+        logit_rows=rows[wanted],
     )
+
+
+def _starts(counts: np.ndarray, dtype: type[np.signedinteger]) -> np.ndarray:
+    """[n + 1]: where each of `counts` items begins, and the end."""
+    starts = np.zeros(counts.size + 1, dtype)
+    counts.cumsum(out=starts[1:])
+    return starts
 
 
 def _check_item(item: StepItem, limits: Limits) -> None:
@@ -78,8 +98,6 @@ def _check_item(item: StepItem, limits: Limits) -> None:
         raise PlanError("a chunk ends beyond the model's positions")
     if len(item.block_table) * limits.block_size < end:
         raise PlanError("a block table does not cover its chunk")
-    if not all(0 <= block < limits.num_blocks for block in item.block_table):
-        raise PlanError("a block table names a block outside the pool")
     for visual in item.visuals:
         if visual.start < 0 or visual.start + len(visual.rows) > count:
             raise PlanError("visual rows lie outside their chunk")

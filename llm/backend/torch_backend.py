@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm.backend.base import StepItem, StepPlan
+from llm.backend.base import StepPlan
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.config import DecoderConfig
 from llm.decoder import Batch, Decoder, DecoderWeights, SequenceSpan, make_pool
@@ -53,10 +53,7 @@ class TorchBackend:
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device, torch.int64)
 
-        spans = tuple(
-            self._span(item, int(ragged.offsets[i]), int(ragged.lengths[i]))
-            for i, item in enumerate(plan.items)
-        )
+        spans = tuple(self._span(ragged, i) for i in range(len(plan.items)))
         visuals = tuple(
             (int(ragged.offsets[i]) + visual.start, torch.as_tensor(visual.rows))
             for i, item in enumerate(plan.items)
@@ -71,15 +68,15 @@ class TorchBackend:
             visuals=visuals,
         )
 
-    def _span(self, item: StepItem, begin: int, length: int) -> SequenceSpan:
-        table = item.block_table[: -(-length // self.block_size)]
-        consecutive = table == tuple(range(table[0], table[0] + len(table)))
+    def _span(self, ragged: Ragged, i: int) -> SequenceSpan:
+        blocks = ragged.blocks[ragged.block_start[i] : ragged.block_start[i + 1]]
+        consecutive = bool((np.diff(blocks) == 1).all())
         return SequenceSpan(
-            begin=begin,
-            end=begin + len(item.token_ids),
-            length=length,
-            blocks=torch.tensor(table, device=self.device),
-            first_block=table[0] if consecutive else None,
+            begin=int(ragged.offsets[i]),
+            end=int(ragged.offsets[i + 1]),
+            length=int(ragged.lengths[i]),
+            blocks=torch.from_numpy(blocks).to(self.device, torch.int64),
+            first_block=int(blocks[0]) if consecutive else None,
         )
 
     @property
