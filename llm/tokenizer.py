@@ -17,6 +17,7 @@ from llm.chat_template import ChatTemplate
 from llm.config import ConfigError, read_json_object
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LONG_TEXT = 4096  # characters
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 
@@ -63,6 +64,8 @@ class Tokenizer:
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """With `allow_special` off, special tokens spelled out in the text stay plain characters."""
         tokenizer = self._parsing if allow_special else self._literal
+        if len(text) > _LONG_TEXT:  # the batch call lets other threads run meanwhile, at a cost per call
+            return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:

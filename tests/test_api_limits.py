@@ -141,6 +141,14 @@ def test_context_length_exceeded_states_text_and_image_tokens(client: httpx.Clie
     assert f"{count['image_tokens']} of images" in error["message"] and "of text" in error["message"]
 
 
+def test_text_that_can_not_fit_is_refused_before_it_is_tokenised(client: httpx.Client) -> None:
+    """P7, S1: tokenising a megabyte of text would hold the interpreter for seconds."""
+    answered = client.post(CHAT, json=ask(png(), "word " * 190_000))
+    error = answered.json()["error"]
+    assert answered.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert "at least" in error["message"] and "of images" in error["message"]
+
+
 def one_bit_png(side: int) -> bytes:
     """A bomb: tiny on the wire, side x side pixels decoded."""
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm.request import Priority, SamplingParams
+from llm.request import Priority, RequestError, SamplingParams
 from preprocess.limits import check_request
 from preprocess.types import Detail, ImageError
 from vlm.api.auth import Caller
@@ -142,6 +142,7 @@ async def prepare(
             for message in drafts
         ]
         try:
+            _check_text(service, drafts, [image for _, image in images])
             prepared = service.pipeline.prepare(
                 request_id, chat, params, priority=priority, namespace=caller.namespace
             )
@@ -155,6 +156,27 @@ async def prepare(
         return await asyncio.get_running_loop().run_in_executor(service.parsers, build)
     except Exception as error:
         raise from_exception(error) from None
+
+
+def _check_text(service: Service, drafts: Sequence[DraftMessage], images: Sequence[ImageInput]) -> None:
+    """Refuses, before it is tokenised, a text that no tokenisation makes fit. Raises RequestError."""
+    num_bytes = sum(
+        len(part.encode(errors="replace"))
+        for message in drafts
+        for part in message.content
+        if isinstance(part, str)
+    )
+    context = service.pipeline.spec.context_length
+    text_tokens = -(-num_bytes // service.longest_token_bytes)
+    if text_tokens < context:
+        return
+    image_tokens = sum(service.pipeline.plan_image(image).num_tokens for image in images)
+    raise RequestError(
+        "context_length_exceeded",
+        f"This model's maximum context length is {context} tokens. Your messages have at least "
+        f"{text_tokens + image_tokens} tokens ({text_tokens} of text, {image_tokens} of images).",
+        "messages",
+    )
 
 
 def _data(payload: bytes | str, param: str) -> bytes:

@@ -122,7 +122,7 @@ class TokenizeRequest(Lenient):
 
     model: str | None = Field(None, max_length=256)
     messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    text: str | None = Field(None, max_length=1_000_000)
+    text: str | None = Field(None, max_length=200_000)
 
 
 class EstimateRequest(Lenient):

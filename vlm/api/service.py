@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 from fastapi import Request
@@ -45,6 +46,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.model_name or self.pipeline.spec.name
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token of the model adds more bytes than this to a text."""
+        return max(1, *(len(token) for token in self.pipeline.spec.tokenizer.vocabulary()))
 
     @property
     def fingerprint(self) -> str:
