@@ -79,6 +79,7 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
 
     `scheduling` replaces the engine settings that `options` would give.
     """
+    from llm.constrain import Grammars
     from llm.engine import Engine
     from llm.load import load_backend
     from llm.tokenizer import Tokenizer
@@ -98,8 +99,12 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
     batcher = _tile_batcher(encoder, options)
     config = scheduling or EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
 
+    grammars = None
+    if tokenizer.eos_ids:
+        grammars = Grammars(tokenizer.vocabulary(), tokenizer.eos_ids, backend.vocab_size)
+
     def make_engine(visuals: VisualSource) -> Engine:
-        return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids)
+        return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids, grammars=grammars)
 
     about = {
         "model": source.name,
@@ -129,7 +134,9 @@ def engine_command(options: EngineOptions) -> list[str]:
 
 def image_limits(config: ServeConfig) -> ImageLimits:
     return ImageLimits(
-        max_bytes=config.max_image_mb * MEBIBYTE, max_pixels=config.max_image_megapixels * 1_000_000
+        max_bytes=config.max_image_mb * MEBIBYTE,
+        max_pixels=config.max_image_megapixels * 1_000_000,
+        max_request_pixels=config.max_request_megapixels * 1_000_000,
     )
 
 
