@@ -102,6 +102,8 @@ class Replica:
             calls = list(self._calls.values())
         for call in calls:
             call.ended.set()
+        for thread in self._helpers:
+            thread.join()
         self._thread.close()
         self._visuals.close()
         self._publisher.close()
