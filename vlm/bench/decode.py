@@ -55,16 +55,16 @@ class Streams:
         prompts = [tuple((7 * i + j) % 500 for j in range(context)) for i in range(batch)]
         items = [StepItem(p, 0, t, 1) for p, t in zip(prompts, self._tables, strict=True)]
         self._first_tokens = [int(backend.execute(StepPlan((item,))).argmax()) for item in items]
-        self._tokens = self._first_tokens
+        self.tokens = self._first_tokens
 
     def restart(self) -> None:
         """Back to the end of the prompts."""
-        self.position, self._tokens = self._first, self._first_tokens
+        self.position, self.tokens = self._first, self._first_tokens
 
     def step(self) -> None:
-        items = zip(self._tokens, self._tables, strict=True)
+        items = zip(self.tokens, self._tables, strict=True)
         plan = StepPlan(tuple(StepItem((token,), self.position, table, 1) for token, table in items))
-        self._tokens = self._backend.execute(plan).argmax(1).tolist()
+        self.tokens = self._backend.execute(plan).argmax(1).tolist()
         self.position += 1
 
 
@@ -90,11 +90,11 @@ class Peer:
 
     @torch.inference_mode()
     def step(self) -> None:
-        self._advance(self._token)
+        self._advance(self.token)
 
     def _advance(self, ids: torch.Tensor) -> None:
         out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._token = out.logits[:, -1:].argmax(-1)
+        self.token = out.logits[:, -1:].argmax(-1)
 
 
 def cpu_seconds_per_step(step: Callable[[], None], steps: int = STEPS) -> float:
