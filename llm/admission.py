@@ -12,8 +12,8 @@ from llm.visual_wants import VisualFailure, VisualWants
 
 
 class Admission:
-    """Admits in `Group.order`. A group that waits for images, or for a prefix that another group is
-    computing, is passed over; one that lacks slots or blocks is not overtaken."""
+    """Admits in `Group.order`. A group that waits for images, for its grammar, or for a prefix
+    that another group is computing, is passed over; one that lacks slots or blocks is not overtaken."""
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class Admission:
         for group in list(waiting):
             if not has_room and num_ahead >= self._config.visual_lookahead:
                 break
+            if group.grammar is not None:
+                continue
             try:
                 if has_room and self._is_stuck(group, num_wanting):
                     num_wanting += bool(group.held)

@@ -12,9 +12,11 @@ from llm.outputs import TextStream, TokenText
 from llm.request import (
     Delta,
     Event,
+    Failed,
     Finished,
     FinishReason,
     PromptLogprobs,
+    RequestError,
     Timings,
     Usage,
 )
@@ -53,16 +55,22 @@ class Committer:
         row = 0
         for pick in batch.picks:
             group, seq = pick.group, pick.seq
+            if self._groups.get(group.id) is not group:  # a sibling's constraint failed in this step
+                row += pick.num_logits
+                continue
             rows = logits[row : row + pick.num_logits]
             self._advance(pick, rows, now, events)
             if pick.num_logits and seq.num_computed == len(seq.tokens):
                 last = row + pick.num_logits - 1
                 if group.beam is not None:
                     beams.setdefault(id(group), (group, []))[1].append(logits[last])
-                elif seq.sampler.is_plain_greedy and group.width == 1:
+                elif seq.sampler.is_plain_greedy and group.width == 1 and seq.matcher is None:
                     self._accept(group, seq, best[last], logits[last], now, events)
                 else:
-                    self._draw(group, seq, logits[last], now, events)
+                    try:
+                        self._draw(group, seq, logits[last], now, events)
+                    except RequestError as error:
+                        self._refuse(group, error, now, events)
             row += pick.num_logits
         for group, group_rows in beams.values():
             group.first_token_s = now if group.first_token_s is None else group.first_token_s
@@ -100,10 +108,15 @@ class Committer:
         if group.width > 1 and group.fork_at is None:
             self._fork_choices(group, seq)
             for member in list(group.members):
-                token_id = member.sampler.sample(row, member.num_generated)
-                self._accept(group, member, token_id, row, now, events)
+                self._accept(group, member, self._sample(group, member, row), row, now, events)
             return
-        self._accept(group, seq, seq.sampler.sample(row, seq.num_generated), row, now, events)
+        self._accept(group, seq, self._sample(group, seq, row), row, now, events)
+
+    def _sample(self, group: Group, seq: Sequence, row: np.ndarray) -> int:
+        mask = None
+        if seq.matcher is not None:
+            mask = seq.matcher.mask(ignore_eos=group.request.params.ignore_eos)
+        return seq.sampler.sample(row, seq.num_generated, mask)
 
     def _fork_choices(self, group: Group, seq: Sequence) -> None:
         """The prompt is computed once; every choice goes on from its blocks."""
@@ -129,11 +142,13 @@ class Committer:
         group.last_token_s = now
         reason: FinishReason | None = None
         text, stopped = "", False
-        if token_id in self._eos_ids and not params.ignore_eos:
+        if token_id in self._eos_ids and (not params.ignore_eos or seq.matcher is not None):
             reason = "stop"
         else:
+            if seq.matcher is not None:
+                seq.matcher.accept(token_id)
             text, stopped = seq.text.push(token_id)
-            if stopped:
+            if stopped or (seq.matcher is not None and seq.matcher.is_complete):
                 reason = "stop"
             elif len(seq.tokens) - seq.num_prompt >= params.max_tokens:
                 reason = "length"
@@ -163,6 +178,11 @@ class Committer:
             return
         self._end(group, now)
         events.append(Finished(group.id, seq.choice, reason, _usage(group), _timings(group, now)))
+
+    def _refuse(self, group: Group, error: RequestError, now: float, events: list[Event]) -> None:
+        self._end(group, now)
+        self._counters.failed += 1
+        events.append(Failed(group.id, error.code, error.message))
 
     def _end(self, group: Group, now: float) -> None:
         del self._groups[group.id]

@@ -6,6 +6,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +18,21 @@ from llm.commit import Committer
 from llm.engine_config import EngineConfig
 from llm.engine_stats import EngineCounters, EngineStats
 from llm.outputs import TextStream, TokenText
-from llm.request import Event, Failed, Prompt, Request, RequestError
+from llm.request import Event, Failed, Prompt, Request, RequestError, SamplingParams
 from llm.sampler import SamplerState, check_params
 from llm.scheduler import Batch, Scheduler
 from llm.sequence import Group, Sequence
 from llm.visual_wants import VisualWants
 from llm.visuals import VisualSource
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from llm.constrain import Grammars
+
 logger = logging.getLogger(__name__)
+
+_NAP_S = 0.002  # at most, while nothing can run until a constraint is compiled
 
 
 class Engine:
@@ -40,7 +49,9 @@ class Engine:
         tokens: TokenText,
         eos_ids: frozenset[int],
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars` constrained requests are refused."""
         self._backend = backend
         self._config = config
         self._tokens = tokens
@@ -54,6 +65,8 @@ class Engine:
         self._committer = Committer(
             self._scheduler, self._pool, self._wants, tokens, eos_ids, self._counters, self._groups
         )
+        self._grammars = grammars
+        self._compiling: list[Group] = []
         self._num_submitted = 0
         self._may_progress = False
 
@@ -64,6 +77,7 @@ class Engine:
         params, prompt = request.params, request.prompt
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sampler = SamplerState(params, prompt.token_ids, self._backend.vocab_size, seed)
+        grammar = self._compile(params)
         first = Sequence(0, list(prompt.token_ids), sampler, TextStream(self._tokens, params.stop))
         ageing_s = self._config.ageing_s if request.priority == "batch" else 0.0
         group = Group(request, first, (now + ageing_s, self._num_submitted), now)
@@ -71,6 +85,9 @@ class Engine:
             group.beam = BeamSearch(params.beam_width, params.max_tokens, self._eos_ids)
             if params.ignore_eos:
                 group.beam = BeamSearch(params.beam_width, params.max_tokens, frozenset())
+        if grammar is not None:
+            group.grammar = grammar
+            self._compiling.append(group)
         self._num_submitted += 1
         self._groups[request.id] = group
         self._scheduler.add(group)
@@ -88,8 +105,11 @@ class Engine:
     def step(self) -> list[Event]:
         """One iteration; what it made known, in order. Nothing runnable: an empty step."""
         started = self._clock()
+        events: list[Event] = []
+        if self._compiling:
+            self._start_compiled(events)
         batch = self._scheduler.plan(started)
-        events: list[Event] = list(self._wants.events)
+        events += self._wants.events
         self._wants.events.clear()
         for group, code, message in batch.failures:
             self._fail(group, code, message, events)
@@ -100,6 +120,8 @@ class Engine:
                 self._committer.commit(batch, logits, now, events)
                 self._count_step(batch, now - started)
         self._may_progress = bool(batch.picks or events)
+        if not self._may_progress and self._compiling:
+            wait([g.grammar for g in self._compiling if g.grammar], _NAP_S, return_when=FIRST_COMPLETED)
         return events
 
     @property
@@ -110,7 +132,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` can get on now; False while every request waits for visual tokens."""
-        return bool(self._groups) and (self._may_progress or self._wants.any_arrived())
+        return bool(self._groups) and (
+            self._may_progress or bool(self._compiling) or self._wants.any_arrived()
+        )
 
     @property
     def num_running(self) -> int:
@@ -142,6 +166,31 @@ class Engine:
         assert queued == {id(group) for group in self._groups.values()}, "a group is lost or left over"
         held = any(group.held for group in self._groups.values())
         assert held or self._wants.num_awaited == 0, "a visual key is awaited by nobody"
+
+    def _compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
+        if params.constraint is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("unsupported", "constrained decoding is not available", "response_format")
+        if params.beam_width > 1:
+            raise RequestError("unsupported", "beam search takes no constraint", "response_format")
+        return self._grammars.compile(*params.constraint)
+
+    def _start_compiled(self, events: list[Event]) -> None:
+        """Gives groups whose constraint is compiled their matchers; a refusal ends that request only."""
+        assert self._grammars is not None
+        waiting, self._compiling = self._compiling, []
+        for group in waiting:
+            if self._groups.get(group.id) is not group or group.grammar is None:
+                continue
+            if not group.grammar.done():
+                self._compiling.append(group)
+                continue
+            try:
+                group.members[0].matcher = self._grammars.start(group.grammar)
+                group.grammar = None
+            except RequestError as error:
+                self._fail(group, error.code, error.message, events)
 
     def _execute(self, batch: Batch, events: list[Event]) -> np.ndarray | None:
         try:
@@ -176,8 +225,6 @@ class Engine:
             raise RequestError("duplicate_request_id", "a request with this id is being served")
         _check_prompt(prompt, self._backend.vocab_size)
         check_params(params, self._backend.vocab_size)
-        if params.constraint is not None:
-            raise RequestError("unsupported", "constrained decoding is not available", "response_format")
         text, image = prompt.num_tokens - prompt.num_image_tokens, prompt.num_image_tokens
         asked = f"{text} text tokens + {image} image tokens + {params.max_tokens} to generate"
         if prompt.num_tokens + params.max_tokens > self._backend.max_positions:

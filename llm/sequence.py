@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm.beam import BeamSearch
 from llm.blocks import BlockContent, BlockKey
 from llm.outputs import TextStream
 from llm.request import Request, TokenLogprob, VisualKey
 from llm.sampler import SamplerState
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from llguidance import LLMatcher
+
+    from llm.constrain import Matcher
 
 
 class Sequence:
@@ -25,6 +32,7 @@ class Sequence:
         "contents",
         "draft",
         "logprobs",
+        "matcher",
         "num_computed",
         "num_prompt",
         "num_published",
@@ -49,6 +57,7 @@ class Sequence:
         self.shares_tail = False  # a fork: the block of position num_computed may have other holders
         self.draft: tuple[int, ...] = ()  # proposed tokens after the last one, verified in the same step
         self.logprobs: list[TokenLogprob] = []  # kept for beams only; others stream theirs
+        self.matcher: Matcher | None = None  # has accepted exactly the generated tokens
         self.score = 0.0  # sum of log-probabilities; beams only
 
     @property
@@ -68,6 +77,7 @@ class Sequence:
         other.table = list(self.table)
         other.contents = list(self.contents)
         other.logprobs = list(self.logprobs)
+        other.matcher = None if self.matcher is None else self.matcher.fork()
         other.score = self.score
         return other
 
@@ -111,6 +121,7 @@ class Group:
         "first_scheduled_s",
         "first_token_s",
         "fork_at",
+        "grammar",
         "held",
         "last_token_s",
         "members",
@@ -152,6 +163,7 @@ class Group:
         # Why it waits; each can be checked again in constant time.
         self.considered = False
         self.blocked_on: BlockKey | None = None  # another group computes this block
+        self.grammar: Future[LLMatcher] | None = None  # its constraint, until compiled
         self.missing_visual: VisualKey | None = None
         self.next_key: BlockKey | None = None  # first block not found in the prefix cache
         self.claims: list[BlockKey] = []

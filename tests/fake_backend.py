@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llm.backend.base import StepItem, StepPlan
+from llm.constrain import Grammars
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
 from llm.request import (
@@ -244,12 +245,14 @@ class Harness:
         tokens: ByteTokens | None = None,
         eos: frozenset[int] = frozenset({EOS}),
         max_positions: int = 512,
+        vocab_size: int = VOCAB,
+        grammars: Grammars | None = None,
         checks: bool = True,
         **settings: Any,
     ) -> None:
         settings.setdefault("step_stretch", None)
         settings.setdefault("min_chunk_tokens", 1)
-        self.backend = FakeBackend(num_blocks, block_size, max_positions=max_positions)
+        self.backend = FakeBackend(num_blocks, block_size, vocab_size, max_positions)
         self.visuals = FakeVisuals()
         self.tokens = tokens or ByteTokens()
         self.encodes = encodes
@@ -261,9 +264,8 @@ class Harness:
         self.finished: dict[str, Finished] = {}
         self.failed: dict[str, Failed] = {}
         config = EngineConfig.from_dict(settings)
-        self.engine = Engine(
-            self.backend, self.visuals, config, self.tokens, eos, clock=clock or FakeClock(0.001)
-        )
+        clock = clock or FakeClock(0.001)
+        self.engine = Engine(self.backend, self.visuals, config, self.tokens, eos, clock, grammars)
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request)
