@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 DEBIAN_PACKAGES := gcc g++ libc6-dev python3-dev python3-venv libjpeg-dev zlib1g-dev libwebp-dev libtiff-dev libfreetype-dev \
-	fonts-dejavu-core redis-server
+	fonts-dejavu-core redis-server chromium
 
 .PHONY: demo test test-all lint env system clean
 
@@ -30,7 +30,7 @@ env: system
 
 # Compiler, image headers, fonts and redis-server, where apt-get is at hand and something is missing.
 system:
-	@if command -v apt-get >/dev/null && ! { command -v cc && command -v redis-server && \
+	@if command -v apt-get >/dev/null && ! { command -v cc && command -v redis-server && command -v chromium && \
 		test -e /usr/include/tiff.h -o -e /usr/include/$$(uname -m)-linux-gnu/tiff.h && \
 		$(PYTHON) -c 'import venv, ensurepip' && test -e /usr/include/webp/decode.h; } >/dev/null 2>&1; then \
 		echo "setup: installing Debian packages: $(DEBIAN_PACKAGES)"; \
