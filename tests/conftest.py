@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch loads libgomp, for this process and its children: spinning threads slow each other tenfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 class RedisServer:
     """A real redis-server on a free port, with an append-only file so that a restart loses nothing."""
