@@ -35,8 +35,11 @@ class Machine:
     decode_efficiency: float = 0.0  # of the peak, in steps of decodes alone; 0: as in prefill
     tower_efficiency: float = 0.40  # of the peak, in the vision tower
     bandwidth_efficiency: float = 1.0  # MBU; 1 makes every time a floor
+    overlap: float = 1.0  # share of the shorter of arithmetic and streaming that hides behind the longer
     step_overhead_s: float = 0.0  # launches and scheduling of a step, whatever its size
     layer_overhead_s: float = 0.0  # the same, per decoder layer
+    cold_step_s: float = 0.0  # the same, for a step with part of a prompt: what it reads is in no cache yet
+    tower_call_s: float = 0.0  # the same, per call of a tower
     tower_overhead_s: float = 0.0  # the same, per tower layer and call
     element_s: float = 0.0  # norms, activations, copies: per token, layer and channel of a decoder
     tower_element_s: float = 0.0  # the same, per patch, layer and channel of a tower
@@ -57,8 +60,9 @@ class Machine:
         for share in (self.compute_efficiency, self.tower_efficiency, self.bandwidth_efficiency):
             if not 0 < share <= 1:
                 raise CostError("an efficiency is above 0 and at most 1")
-        if not 0 <= self.decode_efficiency <= 1:
-            raise CostError("an efficiency is at most 1")
+        for share in (self.decode_efficiency, self.overlap):
+            if not 0 <= share <= 1:
+                raise CostError("a share lies between 0 and 1")
 
     def rate(self, compute_bits: int = 16, decoding: bool = False) -> float:
         """FLOP/s that a decoder achieves."""
@@ -74,6 +78,10 @@ class Machine:
     def ridge(self, compute_bits: int = 16) -> float:
         """FLOP per byte at which arithmetic and memory take equally long."""
         return self.flops(compute_bits) / self.bandwidth
+
+    def overlap_of(self, num_bytes: float) -> float:
+        """What hides when `num_bytes` are read in a step: nothing where they come from a cache."""
+        return 0.0 if self.cache_bandwidth and num_bytes <= self.cache_bytes else self.overlap
 
     def stream_seconds(self, num_bytes: float) -> float:
         """Time to read `num_bytes` again in every step."""

@@ -132,17 +132,23 @@ def decode_work(shape: DecoderShape, batch: int, context: int, precision: Precis
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """max(compute, bandwidth, payload) + collective latency + overhead, in seconds."""
+    """max(compute, bandwidth, payload) + collective latency + overhead, in seconds.
+
+    Where arithmetic and memory traffic overlap in part, the rest of the shorter one is added.
+    """
 
     compute_s: float
     bandwidth_s: float
     payload_s: float = 0.0  # bytes over the link; overlaps with the rest
     latency_s: float = 0.0  # of the collectives; each one is waited for
     overhead_s: float = 0.0
+    overlap: float = 1.0
 
     @property
     def seconds(self) -> float:
-        return max(self.compute_s, self.bandwidth_s, self.payload_s) + self.latency_s + self.overhead_s
+        longest = max(self.compute_s, self.bandwidth_s, self.payload_s)
+        exposed = (1.0 - self.overlap) * min(self.compute_s, self.bandwidth_s)
+        return longest + exposed + self.latency_s + self.overhead_s
 
     @property
     def binds(self) -> Bound:
@@ -184,7 +190,10 @@ def time_work(
         bandwidth_s=machine.stream_seconds(per_device),
         payload_s=payload,
         latency_s=collectives * machine.collective_s,
-        overhead_s=machine.step_overhead_s + shape.num_layers * machine.layer_overhead_s,
+        overhead_s=machine.step_overhead_s
+        + shape.num_layers * machine.layer_overhead_s
+        + (0.0 if decoding else machine.cold_step_s),
+        overlap=machine.overlap_of(per_device),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from preprocess.probe import probe
 from preprocess.stage import preprocess
 from preprocess.wire import to_bytes
 from vlm.bench.load import ImageRequest, document, image_request
-from vlm.bench.report import report, result
+from vlm.bench.report import report, result, spread
 from vlm.build import build_runner
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.doctor import clock, describe, measure_machine, storage_of
@@ -87,64 +87,72 @@ def predict_ttft(
     return plan.ttft_s
 
 
-def compare(
-    name: str, directory: Path, machine: Machine, rounds: int, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Every prediction beside its measurement for one checkpoint."""
-    model, spec = load_model(str(directory)), ModelSpec.load(directory)
-    precision = storage_of(directory)
-    options = EngineOptions(model=str(directory), kv_cache_mb=256, prefix_cache=False)
-    runner = build_runner(options)
-    run = _Run(spec, runner)
-    entries: dict[str, Any] = {}
+@dataclass(frozen=True)
+class Measured:
+    """What one checkpoint took and held, by batch."""
 
-    def enter(what: str, predicted: float, measured: float, unit: str, **more: Any) -> None:
-        error = abs(predicted - measured) / measured
-        progress(f"{name} {what}: predicted {predicted:.4g} {unit}, measured {measured:.4g}")
+    asked: dict[int, list[ImageRequest]]  # the last round's
+    first_s: dict[int, list[float]]
+    step_s: dict[int, list[float]]
+    kv_bytes: dict[int, int]
+    block_size: int
+
+
+def measure(directory: Path, rounds: int) -> Measured:
+    """Questions about new images, alone and together, on a runner without caches that help."""
+    spec = ModelSpec.load(directory)
+    runner = build_runner(EngineOptions(model=str(directory), kv_cache_mb=256, prefix_cache=False))
+    run = _Run(spec, runner)
+    found = Measured({}, {}, {}, {}, int(runner.info()["block_size"]))
+    run.answer(_requests(spec, 1, 0))  # warms up
+    for batch in BATCHES:
+        found.first_s[batch], found.step_s[batch] = [], []
+        for number in range(rounds):
+            run.peak_blocks = 0
+            found.asked[batch] = _requests(spec, batch, 100 * batch + number)
+            first, steps = run.answer(found.asked[batch])
+            found.first_s[batch].append(first)
+            found.step_s[batch].extend(steps)
+        found.kv_bytes[batch] = run.peak_blocks * _block_bytes(runner)
+    return found
+
+
+def compare(
+    name: str, directory: Path, machines: tuple[Machine, Machine], found: Measured
+) -> dict[str, dict[str, Any]]:
+    """Every measurement beside the mean of the predictions from the calibrations before and after it."""
+    model, precision = load_model(str(directory)), storage_of(directory)
+    entries: dict[str, dict[str, Any]] = {}
+
+    def enter(what: str, predicted: float, values: Sequence[float], unit: str, **more: Any) -> None:
+        measured = statistics.median(values)
         entries[f"{name}_{what}"] = result(
-            error,
+            abs(predicted - measured) / measured,
             "relative error",
             predicted=predicted,
             measured=measured,
             measured_unit=unit,
+            spread=spread(values),
             model=name,
             dtype=f"weights {precision.weight_bytes:g} B, KV {precision.kv_bytes:g} B",
             threads=1,
             **more,
         )
 
-    run.answer(_requests(spec, 1, 0))  # warms up
-    for batch in BATCHES:
-        firsts, steps, blocks = [], [], 0
-        for number in range(rounds):
-            run.peak_blocks = 0
-            asked = _requests(spec, batch, 10 * batch + number + 1)
-            first, gaps = run.answer(asked)
-            firsts.append(first)
-            steps += gaps
-            blocks = run.peak_blocks
-        prompt = asked[0].request.prompt.num_tokens
-        context = prompt + OUTPUT // 2
+    for batch, asked in found.asked.items():
+        lengths = [one.request.prompt.num_tokens + OUTPUT - 1 for one in asked]  # the last one isn't cached
+        middle = lengths[0] - OUTPUT // 2
         if batch == 1:
             image = next(iter(asked[0].images.values()))
-            ttft = predict_ttft(model, machine, precision, asked[0].request, image)
-            enter("ttft_ms", ttft * 1e3, statistics.median(firsts) * 1e3, "ms", batch=1, context=prompt)
-        tpot = decode_time(model.decoder, machine, batch, context, precision).seconds
-        enter(
-            f"tpot_b{batch}_ms",
-            tpot * 1e3,
-            statistics.median(steps) * 1e3,
-            "ms",
-            batch=batch,
-            context=context,
-        )
-        lengths = [
-            one.request.prompt.num_tokens + OUTPUT - 1 for one in asked
-        ]  # the last token is not cached
-        block_size = int(runner.info()["block_size"])
-        predicted = sum(kv_bytes(model.decoder, n, precision.kv_bytes, block_size) for n in lengths)
-        measured = blocks * _block_bytes(runner)
-        enter(f"kv_b{batch}_bytes", predicted, measured, "B", batch=batch, context=max(lengths))
+            ttft = [predict_ttft(model, m, precision, asked[0].request, image) * 1e3 for m in machines]
+            measured = [1e3 * value for value in found.first_s[1]]
+            context = asked[0].request.prompt.num_tokens
+            enter("ttft_ms", statistics.mean(ttft), measured, "ms", batch=1, context=context)
+        tpot = [decode_time(model.decoder, m, batch, middle, precision).seconds * 1e3 for m in machines]
+        measured = [1e3 * value for value in found.step_s[batch]]
+        enter(f"tpot_b{batch}_ms", statistics.mean(tpot), measured, "ms", batch=batch, context=middle)
+        held = sum(kv_bytes(model.decoder, n, precision.kv_bytes, found.block_size) for n in lengths)
+        enter(f"kv_b{batch}_bytes", held, [found.kv_bytes[batch]], "B", batch=batch, context=max(lengths))
     return entries
 
 
@@ -155,22 +163,25 @@ def _block_bytes(runner: EngineRunner) -> int:
     return int(pool.nbytes) // int(backend.num_blocks)
 
 
-def run(quick: bool = False, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run(quick: bool = False) -> dict[str, Any]:
     """One thread, CPU seconds. The 256M checkpoint has random weights; its images make one tile each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        machine = measure_machine(quick=quick)
-        rounds = 3 if quick else 9
-        results = compare("default", Path(DEFAULT_MODEL), machine, 4 * rounds, progress)
         with tempfile.TemporaryDirectory() as folder:
             sizes = replace(SMOLVLM_256M, longest_edge=SMOLVLM_256M.image_size)
-            directory = write_checkpoint(Path(folder) / "smolvlm-256m", sizes)
-            results |= compare("smolvlm_256m_random", directory, machine, 1 if quick else 3, progress)
+            large = write_checkpoint(Path(folder) / "smolvlm-256m", sizes)
+            before = measure_machine(quick=quick)
+            small_found = measure(Path(DEFAULT_MODEL), 12 if quick else 40)
+            between = measure_machine(quick=quick)
+            large_found = measure(large, 1 if quick else 4)
+            after = measure_machine(quick=quick)
+            results = compare("default", Path(DEFAULT_MODEL), (before, between), small_found)
+            results |= compare("smolvlm_256m_random", large, (between, after), large_found)
     finally:
         torch.set_num_threads(threads)
     worst = max(results, key=lambda name: results[name]["value"])
     headline = result(
-        results[worst]["value"], "relative error", worst=worst, threads=1, calibration=describe(machine)
+        results[worst]["value"], "relative error", worst=worst, threads=1, calibration=describe(between)
     )
     return report("plan", {"max_rel_error": headline, **results})

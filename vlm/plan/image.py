@@ -84,7 +84,7 @@ def encode_time(
     return StepTime(
         compute_s=tower.flops(num_tiles) / rate + tower.elements(num_tiles) * machine.tower_element_s,
         bandwidth_s=machine.stream_seconds(tower.weight_bytes(precision.weight_bytes)),
-        overhead_s=machine.tower_overhead_s * tower.num_layers if num_tiles else 0.0,
+        overhead_s=machine.tower_call_s + machine.tower_overhead_s * tower.num_layers,
     )
 
 

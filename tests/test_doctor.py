@@ -1,0 +1,186 @@
+"""The machine's figures: fits find what made the times, and measuring makes a machine that predicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder.geometry import TowerShape
+from llm.config import read_decoder_config
+from llm.cost import Chunk, DecoderShape, Machine, Precision, decode_time, step_time
+from vlm.doctor import copy_bandwidth, describe, preprocess_seconds
+from vlm.plan.image import encode_time
+from vlm.probes import (
+    BATCH,
+    DECODERS,
+    DECODES,
+    TOWERS,
+    fit_decoder,
+    fit_tower,
+    non_negative_fit,
+)
+from vlm.synthetic import SMOLVLM_256M, Sizes, write_checkpoint
+
+STORED = Precision(2, 4, 32)
+TRUE = Machine(
+    "made up",
+    peak_flops=1.1e11,
+    bandwidth=2e10,
+    memory_bytes=1 << 34,
+    compute_efficiency=0.8,
+    decode_efficiency=0.7,
+    tower_efficiency=0.6,
+    overlap=0.4,
+    step_overhead_s=2e-4,
+    layer_overhead_s=5e-6,
+    cold_step_s=3e-4,
+    tower_call_s=1e-3,
+    tower_overhead_s=2e-4,
+    element_s=8e-9,
+    tower_element_s=3e-8,
+    cache_bytes=1 << 24,
+    cache_bandwidth=6e10,
+)
+
+
+def decoder_shape(sizes: Sizes) -> DecoderShape:
+    return DecoderShape.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": sizes.d_model,
+            "intermediate_size": sizes.d_ff,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "vocab_size": sizes.vocab_size,
+            "tie_word_embeddings": sizes.tied,
+        }
+    )
+
+
+@dataclass
+class MadeUp:
+    """A probe whose medians are the cost core's times on a known machine."""
+
+    shape: DecoderShape
+
+    def median(self, kind: str, length: int) -> float:
+        if kind == "prefill":
+            return step_time(self.shape, TRUE, [Chunk(length)], STORED).seconds
+        batch = BATCH if kind == "batch" else 1
+        return decode_time(self.shape, TRUE, batch, length + DECODES // 2, STORED).seconds
+
+
+def test_the_fit_finds_the_machine_that_made_the_times() -> None:
+    probes: list[Any] = [MadeUp(decoder_shape(sizes)) for sizes in DECODERS]
+    fit = fit_decoder(probes, STORED, TRUE.cache_bytes, peak=2e11)
+    assert fit.step_s == pytest.approx(TRUE.step_overhead_s, rel=0.05)
+    assert fit.layer_s == pytest.approx(TRUE.layer_overhead_s, rel=0.2)
+    assert fit.bandwidth == pytest.approx(TRUE.bandwidth, rel=0.05)
+    assert fit.rate == pytest.approx(TRUE.rate(), rel=0.05)
+    assert fit.overlap == pytest.approx(TRUE.overlap, abs=0.1)
+    assert fit.cold_s == pytest.approx(TRUE.cold_step_s, rel=0.1)
+    assert fit.element_s == pytest.approx(TRUE.element_s, rel=0.1)
+
+
+@dataclass
+class MadeUpTower:
+    shape: TowerShape
+
+    @property
+    def spec(self) -> MadeUpTower:
+        return self
+
+    @property
+    def geometry(self) -> Any:
+        return self.shape.geometry
+
+    @property
+    def seconds(self) -> list[float]:
+        return [encode_time(self.shape, TRUE, 1, STORED).seconds + 1e-4]
+
+
+def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
+    from encoder.config import EncoderConfig
+
+    probes: list[Any] = [
+        MadeUpTower(EncoderConfig.from_directory(write_checkpoint(tmp_path / str(i), sizes)).shape)
+        for i, sizes in enumerate(TOWERS)
+    ]
+    call_s, layer_s, rate, element_s = fit_tower(probes, 2e11, lambda length: 1e-4)
+    predicted = Machine(
+        "m",
+        rate,
+        1e15,
+        1,
+        tower_efficiency=1.0,
+        tower_call_s=call_s,
+        tower_overhead_s=layer_s,
+        tower_element_s=element_s,
+    )
+    for probe in probes:
+        assert encode_time(probe.shape, predicted, 1, STORED).seconds == pytest.approx(
+            probe.seconds[0], rel=0.1
+        )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0.01, 100), min_size=3, max_size=3), st.integers(0, 1000))
+def test_a_non_negative_fit_is_exact_on_exact_data(true: list[float], seed: int) -> None:
+    rows = np.random.default_rng(seed).uniform(0.1, 10, (12, 3))
+    assert non_negative_fit(rows.tolist(), (rows @ true).tolist()) == pytest.approx(true, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 1000))
+def test_a_non_negative_fit_of_noise_is_not_negative(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    found = non_negative_fit(draw.uniform(0, 1, (8, 4)).tolist(), draw.uniform(0.1, 1, 8).tolist())
+    assert len(found) == 4 and min(found) >= 0
+
+
+def test_a_random_checkpoint_is_complete_and_of_its_sizes(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    from vlm.plan.catalog import load_model
+
+    write_checkpoint(tmp_path, Sizes(num_layers=3, vision_layers=1, tied=False))
+    model = load_model(str(tmp_path))
+    assert model.tower is not None and read_decoder_config(tmp_path).num_layers == 3
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        stored = sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    assert stored == model.decoder.num_params + model.tower.num_params
+    assert json.loads((tmp_path / "processor_config.json").read_text())["image_seq_len"] == 4
+
+
+def test_smolvlm_256m_sizes_have_256m_parameters() -> None:
+    from vlm.plan.catalog import load_model
+
+    preset = load_model("smolvlm-256m")
+    assert decoder_shape(SMOLVLM_256M).num_params == preset.decoder.num_params
+
+
+def test_small_measurements_are_positive() -> None:
+    assert copy_bandwidth(1 << 20, 2) > 0
+    per_megapixel, per_tile = preprocess_seconds(1)
+    assert per_tile > 0 and per_megapixel >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_this_machine_is_measured_and_described() -> None:
+    from vlm.doctor import measure_machine
+
+    machine = measure_machine(quick=True)
+    assert machine.memory_bytes > 1 << 28 and machine.source.startswith("measured")
+    figures = describe(machine)
+    assert 0.5 < figures["bandwidth_gb_s"] < 1000 and 1 < figures["prefill_gflop_s"] < 10_000
+    assert 0 <= machine.overlap <= 1 and machine.step_overhead_s < 0.1
