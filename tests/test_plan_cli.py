@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from llm.cost import kv_bytes
+from vlm.plan.catalog import load_model
 from vlm.plan.cli import app
 
 COMMANDS = ("kv", "serve", "batch", "image", "schedule", "fleet")
@@ -101,6 +103,8 @@ def test_images_are_planned_from_their_headers(tmp_path: Path, make_image: Calla
     assert (one["width"], one["height"]) == (900, 300)
     assert document["visual_tokens"] == one["visual_tokens"] == 16 * one["tiles"]
     assert document["prompt_tokens"] > document["visual_tokens"] + document["text_tokens"]  # markers
+    shape = load_model("default").decoder
+    assert document["kv_per_request_bytes"] == kv_bytes(shape, document["prompt_tokens"], 4, 16)
 
 
 @pytest.fixture

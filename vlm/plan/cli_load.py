@@ -32,6 +32,7 @@ from vlm.plan.report import ScheduleReport, render_reports, report
 from vlm.plan.routing import FleetLoad
 from vlm.plan.schedule import POLICIES, Policy, Rules, simulate
 from vlm.plan.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
+from vlm.spec import BLOCK_SIZE, ModelSpec
 
 VisionModel = Annotated[
     str,
@@ -64,8 +65,6 @@ def _marker_tokens(
     """What the prompt's form adds around the visual tokens: known where there is a tokenizer."""
     if model.directory is None or not (model.directory / "tokenizer.json").is_file():
         return 0
-    from vlm.spec import ModelSpec
-
     spec = ModelSpec.load(model.directory)
     rule = spec.preprocess_spec(detail).rule
     total = sum(spec.image_prompt_tokens(rule.grid(*size, detail)) for size in sizes)
@@ -90,8 +89,13 @@ def image(
     patch_pixels: Annotated[int, typer.Option(help="The tower's patch size; 0: the model's.")] = 0,
     text_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 30,
     weight_bits: Weights = 16,
-    kv_bits: Cache = 16,
-    block_size: Annotated[int, typer.Option(help="Positions of a KV block.")] = 1,
+    kv_bits: Annotated[
+        float,
+        typer.Option(help="Bits per cached element; 0: 16, or for a checkpoint what the engine stores."),
+    ] = 0,
+    block_size: Annotated[
+        int, typer.Option(min=0, help="Positions of a KV block; 0: 1, or for a checkpoint the engine's.")
+    ] = 0,
     exact: Exact = False,
     as_json: Json = False,
     plot: Plot = None,
@@ -109,7 +113,10 @@ def image(
         tower = images.with_encoder(
             tower, tile_pixels or geometry.image_size, patch_pixels or geometry.patch_size
         )
-    decoder, precision = decoder_of(chosen, exact), precision_of(weight_bits, kv_bits)
+    decoder, precision = (
+        decoder_of(chosen, exact),
+        precision_of(weight_bits, kv_bits or (32 if chosen.directory else 16)),
+    )
     costs: tuple[images.ImageCost, ...] = ()
     counts, markers = [at_least_one(tiles, "the number of tiles")] * images_per_request, 0
     if photos:
@@ -127,7 +134,7 @@ def image(
         at_least_one(text_tokens, "the number of text tokens"),
         precision,
         markers,
-        block_size,
+        block_size or (BLOCK_SIZE if chosen.directory else 1),
         costs,
     )
     title = f"{chosen.title} on {device.name}: {plan.images} images, {text_tokens} text tokens"
