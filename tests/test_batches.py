@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -626,10 +626,10 @@ def test_a_full_disk_is_waited_out(data_dir: Path, monkeypatch: pytest.MonkeyPat
     append = RowFile.append
     failures = iter(range(3))
 
-    async def failing(self: RowFile, text: bytes) -> None:
+    async def failing(self: RowFile, lines: bytes, custom_ids: Iterable[str]) -> None:
         if next(failures, None) is not None:
             raise OSError(28, "No space left on device")
-        await append(self, text)
+        await append(self, lines, custom_ids)
 
     monkeypatch.setattr(RowFile, "append", failing)
 

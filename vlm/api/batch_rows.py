@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,16 @@ class RowFile:
         os.ftruncate(self._fd, end)
         self._log = DurableLog(self._fd, end)
 
-    async def append(self, line: bytes) -> None:
-        """Returns when the line is on disk."""
-        await self._log.append(line)
+    async def append(self, lines: bytes, custom_ids: Iterable[str]) -> None:
+        """Returns when the lines are on disk; they are `done` then, also if the caller was cancelled."""
+        await self._log.append(lines, lambda offset: self.done.update(custom_ids))
+
+    async def flush(self) -> None:
+        """After it `done` is what is on disk, as long as nobody appends."""
+        await self._log.flush()
 
     async def close(self) -> None:
-        await self._log.flush()
+        await self.flush()
         os.close(self._fd)
 
 

@@ -185,13 +185,14 @@ class BatchRunner:
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-            if work.cancelled():
-                ends_as = stop.result()
-                if ends_as == "expired":
-                    await self._expire_rest(live, output, errors)
-                return ends_as
-            work.result()
-            return "completed"
+            if not work.cancelled():
+                work.result()
+                return "completed"
+            await output.flush()  # rows that were being written when their task was cancelled
+            await errors.flush()
+            if (ends_as := stop.result()) == "expired":
+                await self._expire_rest(live, output, errors)
+            return ends_as
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -200,6 +201,7 @@ class BatchRunner:
             await asyncio.gather(work, stop, return_exceptions=True)
             await output.close()
             await errors.close()
+            live.completed, live.failed = len(output.done), len(errors.done)
 
     async def _stop(self, live: _Live) -> Status:
         """Why to stop. Polls: Unix time may be set, and another process may have been asked to cancel."""
@@ -233,16 +235,14 @@ class BatchRunner:
         caller = Caller(live.batch.caller, live.batch.namespace)
         result = await self._run_row(caller, row.body, float(live.batch.expires_at))
         target = output if result.is_answer else errors
-        await target.append(await asyncio.to_thread(encode_row, row.custom_id, result))
-        target.done.add(row.custom_id)
-        live.completed += result.is_answer
-        live.failed += not result.is_answer
+        await target.append(await asyncio.to_thread(encode_row, row.custom_id, result), (row.custom_id,))
+        live.completed, live.failed = len(output.done), len(errors.done)
 
     async def _expire_rest(self, live: _Live, output: RowFile, errors: RowFile) -> None:
         left = rows(self.store.folder(live.batch) / INPUT, live.batch.endpoint, output.done | errors.done)
         while chunk := await asyncio.to_thread(_take, left, 1000):
-            await errors.append(b"".join(encode_expired(row.custom_id) for row in chunk))
-            live.failed += len(chunk)
+            ids = [row.custom_id for row in chunk]
+            await errors.append(b"".join(map(encode_expired, ids)), ids)
 
     async def _publish(self, live: _Live) -> None:
         """Idempotent: rows are linked into the file store, and forgotten once the state names them."""
