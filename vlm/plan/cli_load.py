@@ -91,10 +91,10 @@ def image(
     weight_bits: Weights = 16,
     kv_bits: Annotated[
         float,
-        typer.Option(help="Bits per cached element; 0: 16, or for a checkpoint what the engine stores."),
+        typer.Option(help="Bits per cached element; 0: 16, for a checkpoint the engine's."),
     ] = 0,
     block_size: Annotated[
-        int, typer.Option(min=0, help="Positions of a KV block; 0: 1, or for a checkpoint the engine's.")
+        int, typer.Option(min=0, help="Positions of a KV block; 0: 1, for a checkpoint the engine's.")
     ] = 0,
     exact: Exact = False,
     as_json: Json = False,
