@@ -59,6 +59,10 @@ class Committer:
                 row += pick.num_logits
                 continue
             rows = logits[row : row + pick.num_logits]
+            if seq.draft:
+                self._verify(pick, rows, best[row : row + pick.num_logits], now, events)
+                row += pick.num_logits
+                continue
             self._advance(pick, rows, now, events)
             if pick.num_logits and seq.num_computed == len(seq.tokens):
                 last = row + pick.num_logits - 1
@@ -77,6 +81,26 @@ class Committer:
             group.last_token_s = now
             if self._beams.advance(group, group_rows):
                 self._finish_beams(group, now, events)
+
+    def _verify(self, pick: Pick, rows: np.ndarray, best: list[int], now: float, events: list[Event]) -> None:
+        """Draws at each position as if there were no draft, for as long as the draw agrees with it. KV that
+        was written for wrong guesses lies beyond `num_computed` and is written again."""
+        group, seq, speculation = pick.group, pick.seq, self._scheduler.speculation
+        draft, seq.draft = (*seq.draft, None), ()
+        is_plain = seq.sampler.is_plain_greedy and seq.matcher is None
+        num_accepted = 0
+        try:
+            for guess, row, likeliest in zip(draft, rows, best, strict=True):
+                seq.num_computed += 1
+                self._scheduler.prefixes.publish(group, seq)
+                token_id = likeliest if is_plain else self._sample(group, seq, row)
+                num_accepted += token_id == guess
+                if self._accept(group, seq, token_id, row, now, events) or token_id != guess:
+                    break
+        except RequestError as error:
+            self._refuse(group, error, now, events)
+        if speculation is not None:
+            speculation.observe(seq, len(draft) - 1, num_accepted)
 
     def _advance(self, pick: Pick, rows: np.ndarray, now: float, events: list[Event]) -> None:
         """The pick's KV is written: publish full blocks, let go of images that were read."""
@@ -130,8 +154,9 @@ class Committer:
 
     def _accept(
         self, group: Group, seq: Sequence, token_id: int, row: np.ndarray, now: float, events: list[Event]
-    ) -> None:
-        """One token joins a sequence; ends it at an end token, a stop string or its last token."""
+    ) -> bool:
+        """One token joins a sequence; ends it at an end token, a stop string, its grammar's end or its last
+        token. Returns whether it ended."""
         params = group.request.params
         seq.tokens.append(token_id)
         if not seq.sampler.is_plain_greedy:
@@ -161,6 +186,7 @@ class Committer:
         events.append(Delta(group.id, seq.choice, (token_id,), text, logprobs))
         if reason is not None:
             self._finish(group, seq, reason, now, events)
+        return reason is not None
 
     def _finish(
         self, group: Group, seq: Sequence, reason: FinishReason, now: float, events: list[Event]

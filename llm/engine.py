@@ -153,6 +153,8 @@ class Engine:
             kv_blocks_cached=pool.num_cached,
             evictions=pool.num_evictions,
             visuals_missing=self._wants.num_awaited,
+            drafted_tokens=0 if scheduler.speculation is None else scheduler.speculation.num_drafted,
+            accepted_tokens=0 if scheduler.speculation is None else scheduler.speculation.num_accepted,
         )
 
     def clear_prefix_cache(self) -> int:

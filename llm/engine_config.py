@@ -9,6 +9,8 @@ from typing import Any, Literal
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SwapRule = Callable[[int, int], bool]
 """(tokens to recompute, blocks to copy) -> whether swapping to host memory is cheaper."""
+PaysRule = Callable[[int, int], bool]
+"""(sequences in a step, guesses for each) -> whether verifying them costs little more than not guessing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class EngineConfig:
     ageing_s: float = 30.0  # a batch request goes before interactive ones that came this much later
     visual_lookahead: int = 16  # waiting requests whose images may be asked for
     max_image_tokens: int | None = None  # per request
+    speculation: Literal["off", "ngram"] = "off"
+    num_draft: int = 4  # most guesses verified with one decode
+    speculation_rule: PaysRule | None = None  # asked every step; None: guesses always pay
     batching: Literal["continuous", "static"] = "continuous"  # static: admit only into an empty batch
 
     def __post_init__(self) -> None:
@@ -36,6 +41,8 @@ class EngineConfig:
             raise ValueError("step_stretch must be above 1, or None")
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError("preemption must be auto, recompute or swap")
+        if self.speculation not in ("off", "ngram") or self.num_draft < 1:
+            raise ValueError("speculation must be off or ngram, num_draft at least 1")
         if self.batching not in ("continuous", "static"):
             raise ValueError("batching must be continuous or static")
 

@@ -41,6 +41,8 @@ class EngineStats:
     slots_used: int
     chunk_tokens: int
     generated_tokens: int
+    drafted_tokens: int  # guesses verified
+    accepted_tokens: int  # of these, right
     finished_stop: int
     finished_length: int
     failed: int
@@ -68,6 +70,8 @@ class EngineStats:
         kv_blocks_cached: int,
         evictions: int,
         visuals_missing: int,
+        drafted_tokens: int,
+        accepted_tokens: int,
     ) -> EngineStats:
         return cls(
             running=num_running,
@@ -87,6 +91,8 @@ class EngineStats:
             slots_used=counters.slots_used,
             chunk_tokens=counters.chunk_tokens,
             generated_tokens=counters.generated_tokens,
+            drafted_tokens=drafted_tokens,
+            accepted_tokens=accepted_tokens,
             finished_stop=counters.finished_stop,
             finished_length=counters.finished_length,
             failed=counters.failed,

@@ -79,6 +79,7 @@ class Preemption:
         for seq in group.members:
             self._pool.release(seq.table)
             seq.table = []
+            seq.draft = ()
 
     def num_exclusive(self, group: Group, kept: list[int]) -> int:
         """Blocks that preempting `group` would free, without those in `kept`."""

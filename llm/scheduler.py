@@ -15,6 +15,7 @@ from llm.preempt import Preemption
 from llm.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.queues import Queues, SchedulerCounters, order_of
 from llm.sequence import Group, Sequence
+from llm.speculate import NGramDraft, Speculation
 from llm.visual_wants import VisualFailure, VisualWants
 
 
@@ -84,6 +85,9 @@ class Scheduler:
         self.budget = StepBudget(
             config.max_step_tokens, config.min_chunk_tokens, config.step_stretch, config.max_step_ms / 1e3
         )
+        self.speculation: Speculation | None = None
+        if config.speculation == "ngram":
+            self.speculation = Speculation(NGramDraft, config.num_draft, config.speculation_rule)
         self.preemption = Preemption(
             config, pool, self.prefixes, wants, self.queues, self.counters, swap_out, swap_in
         )
@@ -112,6 +116,8 @@ class Scheduler:
         batch = Batch()
         batch.failures += self._wants.settle(now)
         batch.failures += self._admission.admit(now)
+        if self.speculation is not None:
+            self.speculation.propose(self.queues.running, self._pool.num_available, self._pool.block_size)
         self._grow(batch, now)
         self._pick(batch, now)
         return batch
@@ -123,6 +129,10 @@ class Scheduler:
         while index < len(self.queues.running):
             group = self.queues.running[index]
             need = self._num_needed(group)
+            if need > self._pool.num_available and any(seq.draft for seq in group.members):
+                for seq in group.members:
+                    seq.draft = ()
+                need = self._num_needed(group)
             while need > self._pool.num_available and self.queues.running[-1] is not group:
                 self.preemption.preempt(self.queues.running[-1], now)
             if need > self._pool.num_available:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from llm.constrain import Matcher
+    from llm.speculate import Draft
 
 
 class Sequence:
@@ -31,6 +32,9 @@ class Sequence:
         "choice",
         "contents",
         "draft",
+        "draft_limit",
+        "draft_pause",
+        "drafter",
         "logprobs",
         "matcher",
         "num_computed",
@@ -56,6 +60,9 @@ class Sequence:
         self.contents: list[BlockContent] = []
         self.shares_tail = False  # a fork: the block of position num_computed may have other holders
         self.draft: tuple[int, ...] = ()  # proposed tokens after the last one, verified in the same step
+        self.drafter: Draft | None = None
+        self.draft_limit = 1  # longest draft of the next step
+        self.draft_pause = 0  # steps without drafts left
         self.logprobs: list[TokenLogprob] = []  # kept for beams only; others stream theirs
         self.matcher: Matcher | None = None  # has accepted exactly the generated tokens
         self.score = 0.0  # sum of log-probabilities; beams only
