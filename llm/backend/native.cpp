@@ -91,10 +91,10 @@ inline void kernel(const float* a, long lda, const W* const* b, long ldb, int K,
     __m256 acc[R][2 * P];  // all loops over it are unrolled, so that it lives in registers
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < 2 * P; i++) acc[r][i] = init ? _mm256_loadu_ps(init + r * ldi + i * 8) : _mm256_setzero_ps();
     for (int k = 0; k < K; k++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int p = 0; p < P; p++) {
             __m256 lo, hi;
             load16(b[p] + k * ldb, lo, hi);
@@ -110,17 +110,19 @@ inline void kernel(const float* a, long lda, const W* const* b, long ldb, int K,
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < 2 * P; i++) _mm256_storeu_ps(c + r * ldc + i * 8, acc[r][i]);
 }
 
 constexpr int MAX_ROWS = 6;                                   // of a tile: 12 accumulators and operands fill 16 registers
-constexpr int GROUPS[MAX_ROWS + 1] = {0, 4, 3, 2, 1, 1, 1};   // column groups at once, by rows
+constexpr int GROUPS[MAX_ROWS + 1] = {0, 6, 3, 2, 1, 1, 1};   // column groups at once, by rows
 
 template <int R, class W>
 inline void tile_rows(int P, const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
                       const float* init, long ldi) {
     if constexpr (R == 1) {
+        if (P == 6) return kernel<R, 6>(a, lda, b, ldb, K, c, ldc, init, ldi);
+        if (P == 5) return kernel<R, 5>(a, lda, b, ldb, K, c, ldc, init, ldi);
         if (P == 4) return kernel<R, 4>(a, lda, b, ldb, K, c, ldc, init, ldi);
     }
     if constexpr (R <= 2) {
@@ -215,7 +217,7 @@ template <class W>
 void product(const float* a, long lda, int M, const Linear& w, float* c, long ldc) {
     const W* weight = static_cast<const W*>(w.weight);
     const int groups = (w.n + 15) / 16;
-    const W* b[4];
+    const W* b[6];
     if (M <= MAX_ROWS) {
         for (int g = 0; g < groups;) {
             int P = groups - g < GROUPS[M] ? groups - g : GROUPS[M];
@@ -507,6 +509,18 @@ int64_t work_floats(const Model* m, int64_t num_tokens) {
 
 // Elements of one page of one layer, all KV heads.
 int64_t page_elements(const Model* m) { return Pages<char>(*m, 0).page; }
+
+// Reads n floats in eight streams, about as fast as one thread can: the limit that benchmarks compare with.
+float read_all(const float* p, int64_t n) {
+    const int64_t part = n / 64 * 8;
+    __m256 sums[8] = {};
+    for (int64_t k = 0; k < part; k += 8)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) sums[i] = _mm256_add_ps(sums[i], _mm256_loadu_ps(p + i * part + k));
+    float total = 0;
+    for (int i = 0; i < 8; i++) total += sum8(sums[i]);
+    return total;
+}
 
 void execute(const Model* m, const Step* s) {
     if (m->kv_kind == 0) run<float>(*m, *s);
