@@ -162,7 +162,7 @@ struct Tiles {
 
 }  // namespace
 
-// ---- what Python fills in; must match native.py ------------------------------------------------------------
+// ---- what Python fills in; must match native_layout.py ------------------------------------------------------------
 
 extern "C" {
 

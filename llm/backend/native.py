@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,73 +16,24 @@ from torch import Tensor
 
 from llm.backend.base import StepPlan
 from llm.backend.native_build import load_library
+from llm.backend.native_layout import (
+    KINDS,
+    LayerStruct,
+    ModelStruct,
+    Packer,
+    StepStruct,
+    Storage,
+    WeightStorage,
+    address,
+    aligned,
+    lossless_storage,
+    padded,
+)
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.config import DecoderConfig
-from llm.decoder import DecoderWeights, LayerWeights, rope_table
-
-Storage = Literal["float32", "bfloat16", "float16"]
-WeightStorage = Literal["auto", "float32", "bfloat16", "float16"]
+from llm.decoder import DecoderWeights, rope_table
 
 PAGE = 16  # positions; a block is one page or several
-_KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Sixteen bfloat16 columns are stored interleaved: see native.cpp.
-_INTERLEAVED = [i // 2 + 8 * (i % 2) for i in range(16)]
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
-        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
-        ("window", ctypes.c_int64),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        ("layers", ctypes.POINTER(_Layer)),
-        *((name, ctypes.c_void_p) for name in ("norm", "cos", "sin")),
-        ("head", _Linear),
-        ("pool", ctypes.c_void_p),
-        ("num_pages", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "kv_kind")
-        ),
-        ("eps", ctypes.c_float),
-    ]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "x",
-                "positions",
-                "slots",
-                "offsets",
-                "wanted",
-                "pages",
-                "page_start",
-                "logits",
-                "work",
-            )
-        ),
-        ("num_tokens", ctypes.c_int32),
-        ("num_items", ctypes.c_int32),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +44,7 @@ class SwappedBlocks:
 
 
 class NativeBackend:
-    """Float32 arithmetic; `weights` and `kv` name what they are stored as.
+    """Float32 arithmetic; `weight_storage` and `kv_storage` name what weights and KV are kept as.
 
     Weight storage `auto` keeps bfloat16 wherever that loses nothing (a bfloat16 checkpoint) and float32
     elsewhere, so results don't depend on it. One thread; `execute` releases the GIL for the whole step, and
@@ -126,26 +77,26 @@ class NativeBackend:
         self._library = load_library()
         self._library.work_floats.restype = self._library.page_elements.restype = ctypes.c_int64
         self._library.work_floats.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-        self._packer = _Packer(weight_storage)
+        self._packer = Packer(weight_storage)
         self._model = self._describe(weights, kv_storage)
         self._embedding = _embedding_table(weights.embedding)
         self._pool = self._make_pool(kv_storage)
         self._model.pool = self._pool.ctypes.data
-        self._work = _aligned(0, np.float32)
+        self._work = aligned(0, np.float32)
 
     @property
     def weight_bytes(self) -> int:
         """Stored bytes that one decode step reads: every linear and the head."""
         return self._packer.linear_bytes
 
-    def _describe(self, weights: DecoderWeights, kv_storage: Storage) -> _Model:
+    def _describe(self, weights: DecoderWeights, kv_storage: Storage) -> ModelStruct:
         c = self.config
         cos, sin = rope_table(c.rope, self.max_positions, torch.device("cpu"), torch.float32)
         half = c.head_dim // 2
-        self._layers = (_Layer * c.num_layers)(
+        self._layers = (LayerStruct * c.num_layers)(
             *(self._packer.layer(w, window) for w, window in zip(weights.layers, c.windows, strict=True))
         )
-        return _Model(
+        return ModelStruct(
             layers=self._layers,
             norm=self._packer.vector(weights.norm),
             cos=self._packer.vector(cos[:, 0, half:]),
@@ -158,7 +109,7 @@ class NativeBackend:
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
-            kv_kind=_KINDS[kv_storage],
+            kv_kind=KINDS[kv_storage],
             eps=c.norm_eps,
         )
 
@@ -167,7 +118,7 @@ class NativeBackend:
         page = self._library.page_elements(ctypes.byref(self._model))
         shape = (self.config.num_layers, self.num_blocks, self.block_size // PAGE * page)
         dtype = np.float32 if kv_storage == "float32" else np.uint16
-        return _aligned(int(np.prod(shape)), dtype).reshape(shape)
+        return aligned(int(np.prod(shape)), dtype).reshape(shape)
 
     def execute(self, plan: StepPlan) -> np.ndarray:
         """See Backend. Raises PlanError for a plan out of bounds, before anything is written."""
@@ -175,7 +126,7 @@ class NativeBackend:
         for source, target in plan.copies:
             self._pool[:, target] = self._pool[:, source]
         num_rows = ragged.logit_rows.size
-        logits = _aligned(num_rows * _padded(self.vocab_size), np.float32, zero=False)
+        logits = aligned(num_rows * padded(self.vocab_size), np.float32, zero=False)
         logits = logits.reshape(num_rows, -1) if num_rows else np.empty((0, self.vocab_size), np.float32)
         if plan.items:
             self._run(plan, ragged, logits)
@@ -186,17 +137,17 @@ class NativeBackend:
         pages, page_start = self._pages(ragged)
         needed = self._library.work_floats(ctypes.byref(self._model), len(x))
         if self._work.size < needed:
-            self._work = _aligned(needed, np.float32, zero=False)
-        step = _Step(
-            x=_address(x),
-            positions=_address(ragged.positions),
-            slots=_address(ragged.slots),
-            offsets=_address(ragged.offsets),
-            wanted=_address(ragged.num_logits),
-            pages=_address(pages),
-            page_start=_address(page_start),
-            logits=_address(logits),
-            work=_address(self._work),
+            self._work = aligned(needed, np.float32, zero=False)
+        step = StepStruct(
+            x=address(x),
+            positions=address(ragged.positions),
+            slots=address(ragged.slots),
+            offsets=address(ragged.offsets),
+            wanted=address(ragged.num_logits),
+            pages=address(pages),
+            page_start=address(page_start),
+            logits=address(logits),
+            work=address(self._work),
             num_tokens=len(x),
             num_items=len(plan.items),
         )
@@ -233,90 +184,9 @@ class NativeBackend:
         self._pool[:, list(blocks)] = handle.data
 
 
-class _Packer:
-    """Lays weights out as native.cpp reads them, and keeps them alive."""
-
-    def __init__(self, storage: WeightStorage) -> None:
-        self._storage = storage
-        self._kept: list[np.ndarray] = []
-        self.linear_bytes = 0
-
-    def layer(self, w: LayerWeights, window: int) -> _Layer:
-        return _Layer(
-            attention_norm=self.vector(w.attention_norm),
-            q_norm=self.vector(w.q_norm),
-            k_norm=self.vector(w.k_norm),
-            mlp_norm=self.vector(w.mlp_norm),
-            qkv=self.linear(w.qkv, w.qkv_bias),
-            out=self.linear(w.out, w.out_bias),
-            gate_up=self.linear(
-                _pad_halves(w.gate_up), None if w.gate_up_bias is None else _pad_halves(w.gate_up_bias)
-            ),
-            down=self.linear(w.down, w.down_bias),
-            window=window,
-        )
-
-    def vector(self, tensor: Tensor | None) -> int | None:
-        """Address of a float32 copy."""
-        if tensor is None:
-            return None
-        copy = _aligned(tensor.numel(), np.float32, zero=False)
-        copy[:] = tensor.to(torch.float32).numpy().ravel()
-        self._kept.append(copy)
-        return int(copy.ctypes.data)
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        """[out, in] becomes [out / 16][in][16], padded with zero outputs."""
-        n, k = weight.shape
-        if bias is not None:
-            bias = torch.nn.functional.pad(bias, (0, _padded(n) - n))
-        storage = self._storage if self._storage != "auto" else _lossless_storage(weight)
-        groups = torch.nn.functional.pad(weight, (0, 0, 0, _padded(n) - n)).to(_TORCH[storage])
-        groups = groups.view(-1, 16, k).transpose(1, 2)
-        if storage == "bfloat16":
-            groups = groups[:, :, _INTERLEAVED]
-        view = groups.contiguous() if storage == "float32" else groups.contiguous().view(torch.int16)
-        packed = _aligned(view.numel(), np.float32 if storage == "float32" else np.int16, zero=False)
-        packed[:] = view.numpy().ravel()
-        self._kept.append(packed)
-        self.linear_bytes += packed.nbytes
-        return _Linear(
-            weight=packed.ctypes.data, bias=self.vector(bias), n=n, k=k, kind=_KINDS[storage], unused=0
-        )
-
-
-def _lossless_storage(weight: Tensor) -> Storage:
-    same = torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
-    return "bfloat16" if same else "float32"
-
-
-def _pad_halves(joined: Tensor) -> Tensor:
-    """Gate and up, [2 n, ...], each padded to a multiple of 16 outputs."""
-    halves = joined.unflatten(0, (2, -1))
-    missing = _padded(halves.shape[1]) - halves.shape[1]
-    tail = (0, 0) * (halves.ndim - 2)
-    return torch.nn.functional.pad(halves, (*tail, 0, missing)).flatten(0, 1)
-
-
-def _padded(count: int) -> int:
-    return -(-count // 16) * 16
-
-
-def _aligned(count: int, dtype: Any, zero: bool = True) -> np.ndarray:
-    """A flat array that starts on a cache line."""
-    size = np.dtype(dtype).itemsize
-    raw = (np.zeros if zero else np.empty)(count * size + 64, np.uint8)
-    offset = -raw.ctypes.data % 64
-    return raw[offset : offset + count * size].view(dtype)
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])  # faster than .ctypes.data
-
-
 def _embedding_table(embedding: Tensor) -> np.ndarray:
     """float32, or bfloat16 seen as uint16 where that loses nothing."""
-    if _lossless_storage(embedding) == "bfloat16":
+    if lossless_storage(embedding) == "bfloat16":
         return embedding.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return embedding.to(torch.float32).numpy()
 
