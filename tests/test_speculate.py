@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_constrain import EOS_ID, VOCAB_SIZE, VOCABULARY, constrained, harness_of
 
 from llm.constrain import Grammars
+from llm.cost import Machine, speculation_pays
 from llm.engine_config import EngineConfig
 from llm.request import Request, SamplingParams
 from llm.sampler import SamplerState
@@ -162,11 +163,12 @@ def test_right_guesses_save_steps_and_wrong_ones_are_given_up() -> None:
 
 
 def test_a_step_that_the_rule_finds_too_large_has_no_guesses() -> None:
+    machine = Machine("m", peak_flops=1e11, bandwidth=2e10, memory_bytes=1 << 30)  # 5 rows at the ridge
     asked = []
 
     def pays(batch: int, num_draft: int) -> bool:
         asked.append((batch, num_draft))
-        return batch < 2
+        return speculation_pays(batch, num_draft, machine)
 
     requests = [request_of(f"r{i}", text_prompt(1, 2, 3), max_tokens=20 + 20 * i) for i in range(2)]
     plain = run(Harness(), requests)

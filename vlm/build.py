@@ -74,6 +74,15 @@ def visual_format(options: EngineOptions) -> VisualFormat:
     return VisualFormat(spec.revision, options.dtype, spec.decoder.d_model)
 
 
+def _scheduling(options: EngineOptions) -> EngineConfig:
+    return EngineConfig(
+        max_running=options.max_running,
+        prefix_cache=options.prefix_cache,
+        speculation=options.speculation,
+        speculation_rule=lambda batch, num_draft: batch * (num_draft + 1) <= options.speculation_rows,
+    )
+
+
 def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None) -> EngineRunner:
     """Loads weights and builds encoder, cache, batcher and engine. Imports torch.
 
@@ -97,7 +106,7 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
     )
     tokenizer = Tokenizer.from_directory(source.directory)
     batcher = _tile_batcher(encoder, options)
-    config = scheduling or EngineConfig(max_running=options.max_running, prefix_cache=options.prefix_cache)
+    config = scheduling or _scheduling(options)
 
     grammars = None
     if tokenizer.eos_ids:

@@ -31,6 +31,8 @@ class EngineOptions:
     max_running: int = 16  # sequences decoded together
     max_tiles_per_step: int = 8  # tiles encoded between two decode steps
     prefix_cache: bool = True
+    speculation: Literal["off", "ngram"] = "off"
+    speculation_rows: int = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from llm.engine_config import EngineConfig
 from llm.request import Prompt, Request, SamplingParams
-from vlm.bench.load import Driver, document, image_request, scheduled_requests
+from vlm.bench.load import Driver, ImageRequest, document, image_request, scheduled_requests
 from vlm.bench.report import report, result, spread
 from vlm.build import build_runner
 from vlm.config import EngineOptions
@@ -156,6 +157,52 @@ def batching(spec: ModelSpec, rounds: int) -> dict[str, Any]:
     }
 
 
+def speculation(spec: ModelSpec, rounds: int) -> dict[str, Any]:
+    """Time from first to last token without n-gram guesses over that with them; batch 1, equal answers."""
+    params = SamplingParams(max_tokens=200)
+    endless = SamplingParams(max_tokens=200, ignore_eos=True)
+    builder = spec.prompt_builder
+    free = builder.build([Message("user", ("Describe a day in a city that you know.",))])
+    workloads: dict[str, Callable[[str], ImageRequest]] = {
+        "": lambda name: image_request(spec, name, [document(4, "receipt")], "Read the text.", params),
+        "_free_text": lambda name: ImageRequest(Request(name, free, params), {}),
+        "_free_text_200": lambda name: ImageRequest(Request(name, free, endless), {}),
+    }
+    modes: tuple[Literal["off", "ngram"], ...] = ("off", "ngram")
+    runners = {mode: build_runner(OPTIONS, EngineConfig(speculation=mode)) for mode in modes}
+    results = {}
+    for suffix, make in workloads.items():
+        ratios, num_tokens = [], 0
+        before = runners["ngram"].engine.stats()
+        for number in range(rounds + 1):
+            seconds, told = {}, {}
+            for mode, runner in runners.items():
+                driver = Driver(spec, runner)
+                asked = make(f"{suffix}{number}")
+                driver.submit(asked.request, asked.images)
+                driver.run()
+                (trace,) = driver.traces.values()
+                seconds[mode] = trace.token_times[-1] - trace.token_times[0]
+                told[mode] = trace.token_ids
+            if told["off"] != told["ngram"]:
+                raise RuntimeError("speculation changed an answer")
+            num_tokens = len(told["off"])
+            if number:
+                ratios.append(seconds["off"] / max(seconds["ngram"], 1e-9))
+        after = runners["ngram"].engine.stats()
+        results[f"speculation_speedup{suffix}"] = result(
+            statistics.median(ratios),
+            "ratio",
+            model=spec.name,
+            batch=1,
+            answer_tokens=num_tokens,
+            drafted=after.drafted_tokens - before.drafted_tokens,
+            accepted=after.accepted_tokens - before.accepted_tokens,
+            spread=spread(ratios),
+        )
+    return results
+
+
 def run(quick: bool = False) -> dict[str, Any]:
     spec = ModelSpec.load(OPTIONS.model)
     results: dict[str, Any] = {}
@@ -163,4 +210,5 @@ def run(quick: bool = False) -> dict[str, Any]:
     results |= stalls(spec, 1 if quick else 5)
     results |= first_tokens(spec, 5 if quick else 30)
     results |= batching(spec, 1 if quick else 5)
+    results |= speculation(spec, 3 if quick else 15)
     return report("engine", results)
