@@ -99,6 +99,7 @@ class Call:
     replica: str = ""
     boot: str = ""
     state: Literal["sending", "sent", "started", "lost"] = "sending"
+    sent: float = 0.0  # time.monotonic() of the last message
     outages: int = 0  # of Redis, when it was last sent
     next_batch: int = 0
     events: asyncio.Queue[Event | Refused | Lost] = field(default_factory=asyncio.Queue)

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -47,7 +48,8 @@ log = logging.getLogger(__name__)
 
 UNAVAILABLE = "no engine is available"
 Router = Callable[[str, Mapping[str, float]], str]
-_LOOK_S = 0.5  # how often heartbeats are read
+_LOOK_S = 0.25  # how often heartbeats are read
+_DRAIN_GRACE_S = 0.5  # for the word that a call was started after all
 _THREADS = 16
 _PATIENCE_S = 15.0  # for a first replica, after Redis was away
 _RETRY_PATIENCE_S = 60.0  # for another replica, once an answer is owed
@@ -96,8 +98,8 @@ class RemoteEngine:
         self._reader = EventReader(store, self.node, self._take)
         self._calls: dict[str, Call] = {}  # by the name of the present attempt
         self._open: set[str] = set()  # request ids
-        self._sent: dict[str, int] = {}  # to each replica since its last heartbeat
-        self._seen: dict[str, Any] = {}  # the heartbeats that `_sent` refers to
+        self._others: dict[str, int] = {}  # other nodes' requests at each replica, at its last heartbeat
+        self._beats: dict[str, int] = {}  # the heartbeats that `_others` refers to
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -205,12 +207,23 @@ class RemoteEngine:
             await asyncio.sleep(0.1)
 
     def _candidates(self) -> dict[str, float]:
-        """Requests at each replica that takes some: by its heartbeat, and ours since."""
+        """Requests at each replica that takes some: ours now, and others' as of its heartbeat."""
+        ours = self._ours()
         loads = {}
         for name, about in self._replicas.alive.items():
             if not about["draining"] and self._revision in (None, about["encoder_revision"]):
-                loads[name] = about["active"] + float(self._sent.get(name, 0))
+                loads[name] = float(ours[name] + self._others.get(name, 0))
         return loads
+
+    def _ours(self) -> Counter[str]:
+        return Counter(call.replica for call in self._calls.values())
+
+    def _count_others(self) -> None:
+        ours = self._ours()
+        for name, about in self._replicas.alive.items():
+            if self._beats.get(name) != about["beat"]:
+                self._beats[name] = about["beat"]
+                self._others[name] = max(0, about["active"] - ours[name])
 
     async def _send(self, call: Call) -> bool:
         prompt = request_to_json(call.request)
@@ -220,9 +233,9 @@ class RemoteEngine:
             await self._run(self._send_task, generate_queue(call.replica), job)
         except AWAY:
             return False
+        call.sent = time.monotonic()
         if call.state == "sending":
             call.state = "sent"
-        self._sent[call.replica] = self._sent.get(call.replica, 0) + 1
         return True
 
     def _send_task(self, queue: str, job: GenerateJob) -> None:
@@ -279,6 +292,11 @@ class RemoteEngine:
         with contextlib.suppress(*AWAY):
             self._mailbox.cancel(replica, name, self._deadline_s)
 
+    def _leaves_behind(self, call: Call) -> bool:
+        """A replica that drains takes nothing more from its queue."""
+        about = self._replicas.alive.get(call.replica, {})
+        return bool(about.get("draining")) and time.monotonic() - call.sent > _DRAIN_GRACE_S
+
     def _look(self) -> None:
         self._replicas.refresh()
         self._encoders.refresh()
@@ -287,15 +305,15 @@ class RemoteEngine:
         """Notices dead replicas, and sends again what Redis may have forgotten while it was away."""
         while True:
             await self._run(self._look)
-            for name, about in self._replicas.alive.items():
-                if self._seen.get(name) != about["beat"]:
-                    self._seen[name] = about["beat"]
-                    self._sent[name] = 0
+            self._count_others()
             for call in list(self._calls.values()):
                 if call.state in ("sending", "lost"):
                     continue
                 if self._replicas.is_dead(call.replica, call.boot):
                     self._visuals.forget(call.replica)
+                    call.lose()
+                elif call.state == "sent" and self._leaves_behind(call):
+                    self._threads.submit(self._cancel, call.replica, call.name)
                     call.lose()
                 elif call.state == "sent" and call.outages != self._replicas.outages:
                     await self._send(call)  # harmless if it was not forgotten
