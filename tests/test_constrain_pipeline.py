@@ -8,12 +8,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import jsonschema
 
 from llm.request import Delta, Event, Failed, Finished, SamplingParams
+from vlm.api.app import create_app
 from vlm.build import build_local_pipeline
-from vlm.config import EngineOptions
+from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import ChatMessage, ImageInput
 from vlm.train.documents import compose_document
 
@@ -73,3 +76,25 @@ def test_caption_with_a_schema_writes_rows_that_match_it(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in Path(paths[1]).read_text().splitlines()]
     jsonschema.validate(json.loads(row["text"]), SCHEMA)
+
+
+def test_over_http_a_refused_constraint_is_a_400_of_that_request() -> None:
+    async def post(bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+        api = create_app(build_local_pipeline(EngineOptions(kv_cache_mb=64)), ServeConfig())
+        transport = httpx.ASGITransport(api)
+        async with api.router.lifespan_context(api), httpx.AsyncClient(transport=transport) as http:
+            posts = [http.post("http://vlm/v1/chat/completions", json=body) for body in bodies]
+            return await asyncio.gather(*posts)
+
+    asked = {"messages": [{"role": "user", "content": "What is this?"}], "max_tokens": 64}
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}},
+        {"type": "regex", "regex": "(a"},
+    ]
+    bodies: list[dict[str, Any]] = [asked | {"response_format": form} for form in formats]
+    bodies += [body | {"stream": True} for body in bodies[1:]]
+    good, *refused = asyncio.run(post(bodies))
+    jsonschema.validate(json.loads(good.json()["choices"][0]["message"]["content"]), SCHEMA)
+    assert [answer.status_code for answer in refused] == [400] * 4
+    assert {answer.json()["error"]["code"] for answer in refused} == {"invalid_constraint"}
