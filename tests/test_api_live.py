@@ -19,6 +19,7 @@ import numpy as np
 import openai
 import pytest
 from celery_worker import celery_worker
+from cluster_processes import cluster_worker
 from conftest import RedisServer
 from fake_engine_client import ask, image_part, model_spec
 from live_serve import ROOT, LiveServe, vlm_serve
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHAT = "/v1/chat/completions"
 SAMPLES = ROOT / "vlm" / "samples"
-TOPOLOGIES = ["local", pytest.param("celery", marks=pytest.mark.redis)]
+TOPOLOGIES = ["local", *(pytest.param(name, marks=pytest.mark.redis) for name in ("celery", "cluster"))]
 
 
 def sample() -> tuple[bytes, list[tuple[str, str]]]:
@@ -53,8 +54,13 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     redis = RedisServer(tmp_path_factory.mktemp("redis"))
     redis.start()
     try:
-        with celery_worker(redis.url, concurrency=2), vlm_serve(folder, broker=redis.url) as live:
-            yield live
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(celery_worker(redis.url, concurrency=2))
+            if request.param == "cluster":
+                for kind in ("encode", "generate", "generate"):
+                    stack.enter_context(cluster_worker(kind, redis.url))
+            remote = request.param == "cluster"
+            yield stack.enter_context(vlm_serve(folder, broker=redis.url, remote_engine=remote))
     finally:
         redis.stop()
 

@@ -225,7 +225,7 @@ class RedisBlobStore:
         self._guard(lambda: self._forget(keys=self._accounts, args=[key, self._name(key)]))
 
     def renew(self, key: str, ttl_s: float) -> bool:
-        args = [key, self._name(key), max(1, round(ttl_s * 1000))]
+        args: list[str | int] = [key, self._name(key), max(1, round(ttl_s * 1000))]
         return bool(self._guard(lambda: self._renew(keys=self._accounts, args=args)))
 
     def oldest(self, count: int) -> list[str]:

@@ -37,6 +37,14 @@ _ENGINE: dict[tuple[str, str], tuple[str, type[Metric], str]] = {
 }
 
 
+# key of a queue's statistics -> metric, its help.
+_QUEUES = {
+    "length": ("vlm_queue_length", "Messages that nobody has taken"),
+    "oldest_age_s": ("vlm_queue_oldest_age_seconds", "Age of the oldest of them"),
+    "wait_ms": ("vlm_queue_wait_milliseconds", "Mean time from sent to taken, weighted to the latest"),
+}
+
+
 class EngineCollector:
     """The engine's figures as of its last answer."""
 
@@ -48,10 +56,21 @@ class EngineCollector:
             value = self.stats.get(section, {}).get(key)
             if isinstance(value, int | float):
                 yield family(name, text, value=float(value))  # type: ignore[call-arg]
+        yield from self._queues()
         engine = self.stats.get("engine", {})
         if engine.get("kv_blocks"):
             ratio = engine["kv_blocks_held"] / engine["kv_blocks"]
             yield GaugeMetricFamily("vlm_kv_cache_usage_ratio", "KV blocks held by requests", value=ratio)
+
+    def _queues(self) -> Iterator[Metric]:
+        """Of the broker, for an autoscaler; only where the engine is elsewhere."""
+        for key, (name, text) in _QUEUES.items():
+            family = GaugeMetricFamily(name, text, labels=["queue"])
+            for queue, values in self.stats.get("queues", {}).items():
+                if key in values:
+                    family.add_metric([queue], float(values[key]))
+            if family.samples:
+                yield family
 
 
 class Metrics:
