@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import psutil
+
 from llm.config import read_decoder_config
-from llm.engine_config import EngineConfig
+from llm.cost import Machine, Precision, make_swap_rule
+from llm.engine_config import EngineConfig, SwapRule
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
 from vlm.config import ConfigError, EngineOptions, ServeConfig
@@ -74,10 +78,33 @@ def visual_format(options: EngineOptions) -> VisualFormat:
     return VisualFormat(spec.revision, options.dtype, spec.decoder.d_model)
 
 
+def _swap_rule(options: EngineOptions) -> SwapRule:
+    """`llm.cost`'s rule on this machine's own rates, which are measured when it is first asked."""
+
+    @lru_cache(maxsize=1)
+    def rule() -> SwapRule:
+        from vlm.doctor import copy_bandwidth, gemm_rate
+
+        copied = copy_bandwidth(rounds=2)
+        machine = Machine(
+            name="this machine",
+            peak_flops=gemm_rate(options.device, rounds=1),
+            bandwidth=copied,
+            memory_bytes=psutil.virtual_memory().total,
+            host_bandwidth=copied,
+        )
+        shape = ModelSpec.load(options.model).shape
+        element_bytes = 4.0 if options.dtype == "float32" else 2.0
+        return make_swap_rule(shape, machine, Precision(element_bytes, element_bytes), BLOCK_SIZE)
+
+    return lambda num_tokens, num_blocks: rule()(num_tokens, num_blocks)
+
+
 def _scheduling(options: EngineOptions) -> EngineConfig:
     return EngineConfig(
         max_running=options.max_running,
         prefix_cache=options.prefix_cache,
+        swap_rule=_swap_rule(options),
         speculation=options.speculation,
         speculation_rule=lambda batch, num_draft: batch * (num_draft + 1) <= options.speculation_rows,
     )
