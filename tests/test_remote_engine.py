@@ -14,15 +14,17 @@ import redis
 from direct_cluster import OPTIONS, DirectReplica, ask, node, picture, question, replicas, text_of
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
+from vlm.api.metrics import Metrics
 from vlm.build import build_local_pipeline
 from vlm.config import DEFAULT_MODEL
 from vlm.spec import ModelSpec
 from workers.blobs import open_store
-from workers.cluster import ENCODE_QUEUE, NODE, REPLICA
+from workers.cluster import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
 from workers.engine_client import EngineUnavailable
 from workers.ledger import LEASE_S, WorkLedger
 from workers.redis_client import connect
 from workers.registry import GRACE_S, Registry, Watch
+from workers.remote_engine import RemoteEngine
 from workers.runner import EngineRunner
 
 pytestmark = pytest.mark.redis
@@ -336,3 +338,21 @@ def test_nobody_counts_as_dead_while_redis_is_away(client: redis.Redis) -> None:
     assert watch.refresh() and not watch.is_dead("a", "1")  # it may still come back
     now[0] += GRACE_S
     assert watch.is_dead("a", "1")
+
+
+def test_queue_lengths_and_ages_are_there_for_an_autoscaler(redis_url: str, one: list[DirectReplica]) -> None:
+    async def main() -> None:
+        async with node(redis_url, one, SPEC) as (pipeline, engine):
+            await ask(pipeline, "r", picture(0))
+            message = GenerateJob(**json.loads(one[0].taken[0]))
+            for sent_at in (message.sent_at - 60, message.sent_at):
+                RemoteEngine._send_task(engine, "generate.a", replace(message, sent_at=sent_at))
+            stats = await engine.stats()
+            queue = stats["queues"]["generate.a"]
+            assert queue["length"] == 2 and queue["oldest_age_s"] >= 60 and queue["wait_ms"] >= 0
+            assert stats["queues"]["encode"]["length"] == stats["queues"]["preprocess"]["length"] == 0
+            metrics = Metrics()
+            metrics.engine.stats = stats
+            assert b'vlm_queue_length{queue="generate.a"} 2.0' in metrics.render()
+
+    asyncio.run(main())

@@ -1,0 +1,200 @@
+"""The encode worker's task: tiles of many tasks in one batch, deadlines, and every ending of an attempt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoder.batcher import TileBatcher
+from encoder.cache import VisualCache
+from preprocess.types import TileGrid, Tiles
+from preprocess.wire import to_bytes
+from workers.blobs import MemoryBlobStore
+from workers.cluster import EncodeJob
+from workers.encode_worker import EncodeFailed, EncodeService, run_encode_job
+from workers.ledger import WorkLedger
+from workers.redis_client import connect
+from workers.visual_store import VisualFormat, VisualStore
+
+FORM = VisualFormat("revision", "float32", 4)
+KEY = "a" * 64
+
+
+class FakeEncoder:
+    """Two tokens per tile that carry the tile's mean; may be held up, and may fail."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.broken = False
+
+    def encode(self, images: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.go.wait(30)
+        self.batches.append(sum(len(tiles) for tiles in images))
+        if self.broken:
+            raise RuntimeError("broken")
+        return [torch.full((2 * len(tiles), 4), float(tiles.mean())) for tiles in images]
+
+
+@pytest.fixture
+def encoder() -> FakeEncoder:
+    return FakeEncoder()
+
+
+@pytest.fixture
+def service(encoder: FakeEncoder) -> Iterator[EncodeService]:
+    made = EncodeService(
+        lambda: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2, max_tiles=8),
+        on_crash=lambda: None,
+    )
+    made.start()
+    yield made
+    encoder.go.set()
+    made.close()
+
+
+@pytest.fixture
+def ledger(redis_url: str) -> Iterator[WorkLedger]:
+    client = connect(redis_url)
+    yield WorkLedger(client, "encode")
+    client.close()
+
+
+def pixels(value: int, count: int = 1) -> np.ndarray:
+    return np.full((count, 8, 8, 3), value, np.uint8)
+
+
+def a_job(**changes: Any) -> EncodeJob:
+    return replace(EncodeJob(KEY, "revision", "float32", "tiles", 30.0, time.time()), **changes)
+
+
+class Scene:
+    """One key with its tiles in the store and a waiter in the ledger."""
+
+    def __init__(self, service: EncodeService, ledger: WorkLedger) -> None:
+        self.service, self.ledger = service, ledger
+        self.blobs = MemoryBlobStore()
+        self.level2 = VisualStore(MemoryBlobStore(), FORM)
+        self.name = FORM.entry(KEY)
+        self.blobs.put("tiles", to_bytes(Tiles(pixels(3), TileGrid(0, 0, True, 8, 8))), 60)
+        ledger.look(self.name, "waiter")
+
+    def run(self, job: EncodeJob) -> None:
+        run_encode_job(job, self.service, self.blobs, self.level2, self.ledger)
+
+
+@pytest.fixture
+def scene(service: EncodeService, ledger: WorkLedger) -> Scene:
+    return Scene(service, ledger)
+
+
+def test_tasks_that_wait_together_are_encoded_together(service: EncodeService, encoder: FakeEncoder) -> None:
+    encoder.go.clear()
+    with ThreadPoolExecutor(6) as tasks:
+        first = tasks.submit(service.encode, "first", pixels(9), 30)
+        while service.busy_s == 0:
+            time.sleep(0.01)
+        rest = [tasks.submit(service.encode, f"{number}", pixels(number), 30) for number in range(5)]
+        time.sleep(0.2)
+        encoder.go.set()
+        assert first.result()[0, 0] == 9
+        assert [future.result()[0, 0].item() for future in rest] == [0, 1, 2, 3, 4]
+    assert sum(encoder.batches) == 6 and len(encoder.batches) < 6
+
+
+def test_one_key_asked_twice_is_encoded_once(service: EncodeService, encoder: FakeEncoder) -> None:
+    encoder.go.clear()
+    with ThreadPoolExecutor(2) as tasks:
+        both = [tasks.submit(service.encode, KEY, pixels(5), 30) for _ in range(2)]
+        time.sleep(0.2)
+        encoder.go.set()
+        assert all(future.result()[0, 0] == 5 for future in both)
+    assert encoder.batches == [1]
+
+
+def test_a_deadline_ends_the_wait_and_the_service_goes_on(
+    service: EncodeService, encoder: FakeEncoder
+) -> None:
+    encoder.go.clear()
+    with pytest.raises(TimeoutError):
+        service.encode(KEY, pixels(1), 0.1)
+    encoder.go.set()
+    assert service.encode("other", pixels(2), 30)[0, 0] == 2
+
+
+def test_a_failing_encoder_fails_its_images_and_the_service_goes_on(
+    service: EncodeService, encoder: FakeEncoder
+) -> None:
+    encoder.broken = True
+    with pytest.raises(EncodeFailed):
+        service.encode(KEY, pixels(1), 30)
+    encoder.broken = False
+    assert service.encode(KEY, pixels(1), 30)[0, 0] == 1
+
+
+@pytest.mark.redis
+def test_a_result_is_in_level_2_before_the_lease_ends(scene: Scene) -> None:
+    scene.run(a_job())
+    rows = scene.level2.get(KEY, 2)
+    assert rows is not None and rows[0, 0] == 3
+    state = scene.ledger.look(scene.name, "waiter")
+    assert not state.running and state.attempts == 0 and state.verdict is None
+
+
+@pytest.mark.redis
+def test_a_message_that_comes_twice_encodes_once(scene: Scene, encoder: FakeEncoder) -> None:
+    scene.run(a_job())
+    scene.run(a_job())
+    assert encoder.batches == [1]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "job", [a_job(sent_at=time.time() - 100), a_job(revision="other"), a_job(dtype="float16")]
+)
+def test_late_messages_and_those_for_another_encoder_are_left_alone(
+    scene: Scene, encoder: FakeEncoder, job: EncodeJob
+) -> None:
+    scene.run(job)
+    assert encoder.batches == [] and scene.ledger.look(scene.name, "waiter").attempts == 0
+
+
+@pytest.mark.redis
+def test_what_nobody_wants_is_not_encoded(scene: Scene, encoder: FakeEncoder) -> None:
+    scene.ledger.leave(scene.name, "waiter")
+    scene.run(a_job())
+    assert encoder.batches == []
+
+
+@pytest.mark.redis
+def test_missing_tiles_cost_no_attempt_and_damaged_ones_do(scene: Scene) -> None:
+    scene.blobs.put("damaged", b"no tiles", 60)
+    scene.run(a_job(tiles_blob="gone"))
+    assert scene.ledger.look(scene.name, "waiter").attempts == 0
+    scene.run(a_job(tiles_blob="damaged"))
+    assert scene.ledger.look(scene.name, "waiter").attempts == 1
+
+
+@pytest.mark.redis
+def test_an_encoder_that_fails_is_a_verdict(scene: Scene, encoder: FakeEncoder) -> None:
+    encoder.broken = True
+    scene.run(a_job())
+    verdict = scene.ledger.look(scene.name, "waiter").verdict
+    assert verdict is not None and verdict[0] == "encode_failed"
+
+
+@pytest.mark.redis
+def test_a_full_level_2_is_told_and_soon_forgotten(scene: Scene) -> None:
+    scene.level2 = VisualStore(MemoryBlobStore(cap_bytes=10), FORM)
+    scene.run(a_job())
+    verdict = scene.ledger.look(scene.name, "waiter").verdict
+    assert verdict is not None and verdict[0] == "preprocessing_overloaded"
