@@ -69,7 +69,7 @@ def test_export_rounds_to_half_precision_and_keeps_nothing_of_training(
     from safetensors.torch import load_file
 
     weights = load_file(exported / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float16}
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert all(name.startswith("model.") for name in weights)
     again = Network.load(exported)
     export(again, exported, tmp_path / "again")

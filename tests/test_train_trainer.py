@@ -9,7 +9,7 @@ from vlm.train.batches import choose_questions, collate, draw
 from vlm.train.documents import KINDS, compose_document
 from vlm.train.prompts import PromptBuilder
 from vlm.train.stages import STAGES, Stage
-from vlm.train.trainer import Trainer, run_batch, score, validate
+from vlm.train.trainer import AVERAGE, Trainer, run_batch, score, validate
 
 STAGE = replace(STAGES["join"], steps=4, batch=2, micro_batches=1, warmup=2, validate_every=100)
 
@@ -39,6 +39,15 @@ def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, template: Path) 
     assert second.progress.exact == whole.progress.exact
     for name, weight in whole.network.state_dict().items():
         assert torch.equal(weight, second.network.state_dict()[name]), name
+
+
+def test_the_averaged_network_lies_between_start_and_end(tmp_path: Path, template: Path) -> None:
+    run = trainer(tmp_path / "run", template)
+    start = run.network.model.text_model.norm.weight.detach().clone()
+    run.step(replace(STAGE, warmup=1))
+    end, mean = run.network.model.text_model.norm.weight, run.averaged().model.text_model.norm.weight
+    assert not torch.equal(start, end)
+    assert torch.allclose(mean, start + (end - start) * (1 - AVERAGE), atol=1e-7)
 
 
 def test_a_stage_without_tower_share_leaves_tower_and_connector_alone(tmp_path: Path, template: Path) -> None:

@@ -61,7 +61,7 @@ def train_command(
     trainer.run(plan, typer.echo)
     if (out / "best.pt").is_file():
         trainer.resume(out / "best.pt")
-    export(trainer.network, source, out / "export")
+    export(trainer.averaged(), source, out / "export")
     typer.echo(f"exported the best checkpoint (validation {trainer.progress.best:.3f})")
     if evaluate:
         _evaluate(out / "export", evaluate)

@@ -14,7 +14,7 @@ COPIED = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
 
 def export(network: Network, template: Path, folder: Path) -> None:
-    """float16 weights, with configuration and tokenizer from `template`, a directory of the same family.
+    """bfloat16 weights, with configuration and tokenizer from `template`, a directory of the same family.
 
     The processor's longest edge becomes the one training used. Raises OSError where a file can't be written.
     """
@@ -23,11 +23,11 @@ def export(network: Network, template: Path, folder: Path) -> None:
         if template.resolve() != folder.resolve():
             shutil.copyfile(template / name, folder / name)
     weights = {
-        name: value.detach().to(torch.float16).contiguous() for name, value in network.exported().items()
+        name: value.detach().to(torch.bfloat16).contiguous() for name, value in network.exported().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((template / "config.json").read_text())
-    config["dtype"] = "float16"
+    config["dtype"] = "bfloat16"
     _write(folder / "config.json", config)
     processor = json.loads((template / "processor_config.json").read_text())
     for part in ("image_processor", "video_processor"):

@@ -21,6 +21,7 @@ from vlm.train.stages import Stage
 from vlm.train.tiles import IGNORE
 
 VALIDATION_SEED = HELD_OUT_SEED + 5 * 10**8
+AVERAGE = 0.99  # a step's share of the running mean of the weights is 1 - AVERAGE
 
 
 @dataclass
@@ -121,6 +122,7 @@ class Trainer:
     def __init__(self, network: Network, builder: PromptBuilder, folder: Path, run_seed: int = 0) -> None:
         self.network, self.builder, self.folder, self.run_seed = network, builder, folder, run_seed
         self.optimisers = Optimisers(network.named_parameters())
+        self.average = {name: value.clone() for name, value in network.state_dict().items()}
         self.progress = Progress()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -128,6 +130,7 @@ class Trainer:
         """Writes a checkpoint so that a crash leaves the old or the new one, never half of it."""
         state = {
             "network": self.network.state_dict(),
+            "average": self.average,
             "optimisers": self.optimisers.state_dict(),
             "progress": asdict(self.progress),
             "run_seed": self.run_seed,
@@ -139,6 +142,7 @@ class Trainer:
         """Continues where a checkpoint stopped."""
         state = torch.load(path, weights_only=True)
         self.network.load_state_dict(state["network"])
+        self.average = state["average"]
         self.optimisers.load_state_dict(state["optimisers"])
         self.progress = Progress(**state["progress"])
         self.run_seed = state["run_seed"]
@@ -168,8 +172,21 @@ class Trainer:
             self._follow(batch, outcome, stage)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimisers.step(self.rates(stage))
+        self._average_in()
         progress.step += 1
         progress.seconds += time.monotonic() - started
+
+    @torch.no_grad()
+    def _average_in(self) -> None:
+        torch._foreach_lerp_(
+            list(self.average.values()), list(self.network.state_dict().values()), 1 - AVERAGE
+        )
+
+    def averaged(self) -> Network:
+        """The network with the running mean of its weights: what is validated and exported."""
+        network = Network(self.network.shape)
+        network.load_state_dict(self.average)
+        return network
 
     def _follow(self, batch: Batch, outcome: Outcome, stage: Stage) -> None:
         """Running means, and the curriculum: a kind's level rises once its token accuracy passes a mark."""
@@ -209,7 +226,7 @@ class Trainer:
         self.save("last.pt")
 
     def _validate(self, say: Callable[[str], None]) -> None:
-        accuracies = validate(self.network, self.builder)
+        accuracies = validate(self.averaged(), self.builder)
         figure = score(accuracies)
         say(
             f"validation {figure:.3f} "
