@@ -375,6 +375,7 @@ def at_least(path: Path, num_lines: int) -> bool:
     return count_lines(path) >= num_lines
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_goes_on_and_does_no_finished_row_again(tmp_path: Path) -> None:
     """users.md B1 and B2, with SIGKILL."""
     port, count = free_port(), 150

@@ -101,6 +101,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_comes_back() -> Non
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_is_not_ready_and_is_replaced() -> None:
     """users.md S8: a process that exists but makes no progress is not healthy."""
 
