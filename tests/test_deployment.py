@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import typer
 import yaml
 
-from vlm.cli.main import app, register_late
+from vlm.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -75,8 +77,6 @@ def test_every_part_of_the_topology_is_there() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_commands_parse_as_this_version_does(name: str) -> None:
-    if not any(command.name == "bench" for command in app.registered_commands):
-        register_late(app)
     group = typer.main.get_command(app)
     program, *words = entry(SERVICES[name])
     assert program == "vlm"
@@ -130,6 +130,31 @@ def test_shell_steps_stop_at_the_first_error_and_leave_no_package_lists() -> Non
         assert all({"-y", "--no-install-recommends"} <= set(c) for c in installs)
         assert not installs or "/var/lib/apt/lists/*" in rest
         assert all("--no-cache-dir" in c for c in commands if "pip" in c)
+
+
+def test_preprocess_worker_starts_with_the_packages_of_its_image() -> None:
+    """Everything that the Dockerfile does not install there is hidden from the import system."""
+    (line,) = [rest for word, rest in stages()["preprocess"] if word == "RUN" and "celery" in rest]
+    installed = {"numpy", "celery", "redis", "pypdfium2", "psutil", "typer"}
+    assert installed <= set(line.split())
+    hidden = (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "jinja2",
+        "matplotlib",
+        "fastapi",
+        "httpx",
+    )
+    assert not set(hidden) & set(line.split())
+    code = (
+        f"import sys\nfor name in {hidden!r}: sys.modules[name] = None\n"
+        "import workers.preprocess_worker\nfrom vlm.cli.main import app\n"
+        "app(['worker', 'preprocess', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--broker" in done.stdout, done.stderr
 
 
 def test_the_preprocess_image_never_installs_torch() -> None:

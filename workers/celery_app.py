@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from celery import Celery
@@ -47,7 +48,7 @@ def thread_worker(app: Celery, queue: str, concurrency: int, name: str) -> Any:
         pool="threads",
         concurrency=concurrency,
         queues=[queue],
-        hostname=f"{name}@%h",
+        hostname=f"{name}@{socket.gethostname()}",
         loglevel="WARNING",
         without_mingle=True,
         without_gossip=True,

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from vlm.cli.errors import run
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
 
+# command -> where it lives: its options are its package's, and a worker's image lacks what others need
+LATE = {
+    "caption": "vlm.caption.cli:caption_command",
+    "bench": "vlm.bench.cli:bench_command",
+    "train": "vlm.train.cli:train_command",
+    "plan": "vlm.plan.cli:app",
+}
+
+
+class LateCommands(TyperGroup):
+    """Imports a command of LATE when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(name for name in LATE if name not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in LATE and cmd_name not in self.commands:
+            module, _, attribute = LATE[cmd_name].partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+            if not isinstance(found, typer.Typer):
+                found, function = typer.Typer(add_completion=False, rich_markup_mode=None), found
+                found.command(cmd_name)(function)
+            self.add_command(typer.main.get_command(found), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="vlm",
+    cls=LateCommands,
     help="Answers questions about images and captions documents in bulk. Visual work is done once.",
     no_args_is_help=True,
     add_completion=False,
@@ -202,21 +231,7 @@ def worker_generate(
     run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
 
 
-def register_late(application: typer.Typer) -> None:
-    """Commands whose options live with their packages; those modules import nothing heavy at the top."""
-    from vlm.bench.cli import bench_command
-    from vlm.caption.cli import caption_command
-    from vlm.plan.cli import app as plan_app
-    from vlm.train.cli import train_command
-
-    application.command("caption")(caption_command)
-    application.command("bench")(bench_command)
-    application.command("train")(train_command)
-    application.add_typer(plan_app, name="plan")
-
-
 def main() -> None:
-    register_late(app)
     run(lambda: app(standalone_mode=False))
 
 
