@@ -17,7 +17,7 @@ PaysRule = Callable[[int, int], bool]
 class EngineConfig:
     max_running: int = 16  # slots: sequences that may run at once
     max_step_tokens: int = 2048  # one budget for decodes and chunks of prompts
-    min_chunk_tokens: int = 16  # a step carries at least this much of a waiting prompt
+    min_chunk_tokens: int = 4  # a step carries at least this much of a waiting prompt
     step_stretch: float | None = 2.0  # longest mixed step, in steps of decodes alone; None: fixed budget
     max_step_ms: float = 500.0  # no mixed step is planned to take longer
     max_logit_rows: int = 256  # rows a step may compute for prompt log-probabilities

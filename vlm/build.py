@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -153,6 +154,9 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         "visual_width": encoder.d_model,
         "max_running": config.max_running,
     }
+    # What is loaded by now stays: a full collection would walk it all and hold every stream for tens of ms.
+    gc.collect()
+    gc.freeze()
     return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ def stalls(spec: ModelSpec, rounds: int) -> dict[str, Any]:
     results = {}
     for name, config in (("chunked", chunked), ("unchunked", whole)):
         runner = build_runner(OPTIONS, config)
-        ratios = []
+        ratios, cpu_ratios = [], []
         for number in range(rounds):
             driver = Driver(spec, runner)
             for i in range(8):
@@ -74,17 +74,20 @@ def stalls(spec: ModelSpec, rounds: int) -> dict[str, Any]:
 
             driver.run(arrive)
             streams = [driver.traces[f"{number}-{i}"] for i in range(8)]
-            gaps = [gap for trace in streams for gap in trace.gaps_s[5:]]
-            ratios.append(max(gaps) / statistics.median(gaps))
+            ratios.append(_max_over_median([gap for trace in streams for gap in trace.gaps_s[5:]]))
+            cpu_ratios.append(_max_over_median([gap for trace in streams for gap in trace.cpu_gaps_s[5:]]))
+        about = {"model": spec.name, "batch": 8, "arriving_prompt_tokens": prompt_tokens}
         results[f"itl_max_over_p50_{name}"] = result(
-            statistics.median(ratios),
-            "ratio",
-            model=spec.name,
-            batch=8,
-            arriving_prompt_tokens=prompt_tokens,
-            spread=spread(ratios),
+            statistics.median(ratios), "ratio", **about, spread=spread(ratios)
+        )
+        results[f"itl_max_over_p50_{name}_cpu"] = result(
+            statistics.median(cpu_ratios), "ratio of CPU time", **about, spread=spread(cpu_ratios)
         )
     return results
+
+
+def _max_over_median(values: Sequence[float]) -> float:
+    return max(values) / statistics.median(values)
 
 
 def first_tokens(spec: ModelSpec, rounds: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, SamplingParams, Usage, VisualKey, WantVisual
@@ -27,6 +28,7 @@ class Trace:
 
     submitted: float
     token_times: list[float] = field(default_factory=list)
+    cpu_times: list[float] = field(default_factory=list)  # of this process, at the same moments
     token_ids: list[int] = field(default_factory=list)
     usage: Usage | None = None
 
@@ -36,7 +38,16 @@ class Trace:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+        return gaps(self.token_times)
+
+    @property
+    def cpu_gaps_s(self) -> list[float]:
+        """What the machine's other processes take away is not in here."""
+        return gaps(self.cpu_times)
+
+
+def gaps(times: Sequence[float]) -> list[float]:
+    return [b - a for a, b in pairwise(times)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class Driver:
 
     def _take(self) -> None:
         events = self.runner.step()
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         for event in events:
             match event:
                 case WantVisual(key=key):
@@ -79,6 +90,7 @@ class Driver:
                 case Delta(request_id=name, token_ids=ids):
                     self.traces[name].token_ids.extend(ids)
                     self.traces[name].token_times.extend([now] * len(ids))
+                    self.traces[name].cpu_times.extend([cpu] * len(ids))
                 case Finished(request_id=name, usage=usage):
                     self.traces[name].usage = usage or self.traces[name].usage
                 case Failed(message=message):
