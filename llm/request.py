@@ -24,7 +24,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Prompt positions [start, start + length) show rows [offset, offset + length) of `key`'s visual tokens."""
+    """Positions [start, start + length) show rows [offset, offset + length) of `key`'s visual tokens."""
 
     start: int
     length: int

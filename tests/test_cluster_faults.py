@@ -1,4 +1,4 @@
-"""The third topology with real processes, killed, stopped and starved: nothing lost, nothing answered twice."""
+"""The third topology with real processes killed, stopped and starved: nothing lost or answered twice."""
 
 from __future__ import annotations
 
