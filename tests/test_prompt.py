@@ -93,5 +93,5 @@ def test_a_conversation_keeps_each_image_in_its_place(spec: ModelSpec) -> None:
 
 
 def test_plain_format_is_one_run_of_placeholders(spec: ModelSpec) -> None:
-    run = PlainFormat(image_token_id=3, tokens_per_tile=196).run(spec.preprocess.rule.grid(99, 99, "auto"))
+    run = PlainFormat(image_token_id=3, tokens_per_tile=196).run(spec.preprocess.rule.grid(99, 99, "low"))
     assert run.token_ids == (3,) * 196 and run.spans == ((0, 196, 0),)
