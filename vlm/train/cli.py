@@ -27,6 +27,9 @@ def train_command(
     rate: Annotated[
         float | None, typer.Option(min=0.0, help="Learning rate; default: the stage's own.")
     ] = None,
+    level: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Level the curriculum starts from; 1: the whole domain.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the run's documents.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     evaluate: Annotated[
@@ -40,6 +43,7 @@ def train_command(
     """
     import torch
 
+    from vlm.train.documents import KINDS
     from vlm.train.export import export
     from vlm.train.network import Network
     from vlm.train.prompts import PromptBuilder
@@ -53,6 +57,7 @@ def train_command(
     plan = replace(plan, steps=steps or plan.steps, rate=plan.rate if rate is None else rate)
     builder = PromptBuilder(source)
     trainer = Trainer(Network.load(source), builder, out, seed)
+    trainer.progress.levels = dict.fromkeys(KINDS, level)
     if resume:
         checkpoint = out / ("best.pt" if best else "last.pt")
         if not checkpoint.is_file():

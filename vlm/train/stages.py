@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 def _everything() -> dict[str, float]:
-    return {"shapes": 0.12, "sign": 0.18, "label": 0.2, "receipt": 0.28, "invoice": 0.22}
+    return {"shapes": 0.2, "sign": 0.2, "label": 0.18, "receipt": 0.24, "invoice": 0.18}
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,11 @@ class Stage:
     name: str
     steps: int
     rate: float = 1e-3
-    tower_share: float = 0.5  # of the rate, for tower and connector; 0 freezes them
+    tower_share: float = 1.0  # of the rate, for tower and connector; 0 freezes them
     tower_every: int = 2  # steps from one update of the tower to the next; in between it only runs forward
     patch_weight: float = 1.0
-    batch: int = 4
-    micro_batches: int = 4
+    batch: int = 16
+    micro_batches: int = 1
     warmup: int = 100
     decay: int = 0
     raise_at: float = 0.9
@@ -31,6 +31,6 @@ STAGES = {
     for stage in (
         Stage("join", steps=4000),
         Stage("decoder", steps=4000, tower_share=0.0, patch_weight=0.0),
-        Stage("finish", steps=1500, rate=5e-4, decay=1500, raise_at=0.8),
+        Stage("finish", steps=1700, decay=1700, raise_at=0.85),
     )
 }
