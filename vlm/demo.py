@@ -28,10 +28,10 @@ def shipped() -> tuple[Path, list[tuple[str, str]]]:
 
 def drawn(seed: int) -> tuple[bytes, list[tuple[str, str]]]:
     """A document that didn't exist before, with its truth."""
-    document = compose_document("shapes", seed, 1.0)
+    document = compose_document("receipt", seed, 1.0)
     buffer = io.BytesIO()
     document.image.save(buffer, "PNG")
-    wanted = {q.kind: (q.text, q.answer) for q in document.questions if q.kind in ("caption", "count")}
+    wanted = {q.kind: (q.text, q.answer) for q in document.questions if q.kind in ("total", "date")}
     return buffer.getvalue(), list(wanted.values())
 
 
@@ -71,7 +71,7 @@ async def main() -> None:
         right = show(f"{path.name}, a shipped sample", answers, truths)
         fresh, fresh_truths = drawn(seed)
         fresh_answers = await interview(pipeline, fresh, fresh_truths)
-        right += show(f"a document drawn just now from seed {seed}", fresh_answers, fresh_truths)
+        right += show(f"a receipt drawn just now from seed {seed}", fresh_answers, fresh_truths)
     finally:
         await pipeline.close()
     cold, warm = answers[0].timings.ttft_ms, answers[1].timings.ttft_ms
