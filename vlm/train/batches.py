@@ -35,10 +35,14 @@ class Batch:
 
 
 def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> list[Question]:
-    """Questions in random order up to the token limit; the whole text comes first two times out of three."""
+    """Questions in random order up to the token limit, two of them about lines.
+
+    The whole text comes first two times out of three.
+    """
     questions = list(document.questions)
     rng.shuffle(questions)
-    questions.sort(key=lambda q: q.kind == "line")
+    lines = [question for question in questions if question.kind == "line"][2:]
+    questions = [question for question in questions if question not in lines]
     if rng.random() < 0.67:
         questions.sort(key=lambda q: q.kind != "text")
     chosen: list[Question] = []
