@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlm.cli.ask import split_arguments
+from preprocess.limits import ImageLimits
+from vlm.cli.ask import read_image, split_arguments
 from vlm.cli.errors import CommandError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +63,23 @@ def test_tokens_says_from_the_header_what_ask_then_reports(tmp_path: Path) -> No
         (row,) = last_json(vlm("tokens", path, "--json"))["images"]
         (answer,) = last_json(vlm("ask", path, "Read the text.", "--max-tokens", "1", "--json"))["answers"]
         assert answer["usage"]["image_tokens"] == row["image_tokens"]
+
+
+def test_a_source_without_end_is_read_up_to_the_limit() -> None:
+    with pytest.raises(CommandError, match="more than 1000 bytes"):
+        read_image(Path("/dev/zero"), ImageLimits(max_bytes=1000))
+
+
+def test_a_question_that_is_no_text_is_refused_and_a_name_that_is_none_is_shown(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.png"
+    Path(os.fsdecode(path)).write_bytes(SAMPLE.read_bytes())
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "vlm.cli.main"]
+    asked = subprocess.run([*command, "ask", path, b"\xff?"], cwd=ROOT, capture_output=True, env=strict)
+    assert asked.returncode == 2 and asked.stderr.startswith(b"vlm: the question is not valid text")
+    shown = subprocess.run([*command, "tokens", path, "--json"], cwd=ROOT, capture_output=True, env=strict)
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["images"][0]["path"] == os.fsdecode(path)
 
 
 @pytest.mark.parametrize("wrong", ["missing", "folder", "text", "truncated", "svg", "bomb"])

@@ -51,14 +51,20 @@ def read_image(path: Path, limits: ImageLimits | None = None) -> bytes:
     """A file's bytes. Raises `CommandError` naming the path and what is wrong with it."""
     limits = limits or ImageLimits()
     try:
-        size = path.stat().st_size
         if path.is_dir():
             raise CommandError(f"{path} is a folder; for many documents use: vlm caption {path} -o out.jsonl")
-        if size > limits.max_bytes:
-            raise CommandError(f"{path} has {size} bytes; at most {limits.max_bytes} are accepted")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(limits.max_bytes + 1)  # a device or a pipe has no size and may not end
     except OSError as error:
         raise CommandError(f"can't read {path}: {error.strerror}") from None
+    if len(data) > limits.max_bytes:
+        raise CommandError(f"{path} has more than {limits.max_bytes} bytes")
+    return data
+
+
+def _is_text(question: str) -> bool:
+    """False for bytes of the command line that are not valid in its encoding."""
+    return not any("\ud800" <= character <= "\udfff" for character in question)
 
 
 async def answer(
@@ -125,6 +131,8 @@ def ask(
     paths, asked = split_arguments(positionals, questions)
     if any(not question.strip() for question in asked):
         raise CommandError("the question is empty")
+    if not all(_is_text(question) for question in asked):
+        raise CommandError("the question is not valid text in this terminal's encoding")
     images = [(path, read_image(path)) for path in paths]
     answers = asyncio.run(_ask_all(options, images, asked, replace(params)))
     if as_json:

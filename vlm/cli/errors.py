@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def _message(error: BaseException) -> str:
 
 def run(command: Callable[[], object]) -> NoReturn:
     """Runs the command line and exits the process, with the code that the command returns if it does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
         code = command()
     except KeyboardInterrupt:
