@@ -135,6 +135,19 @@ def test_process_killed_while_idle_costs_nobody_an_answer() -> None:
     asyncio.run(main())
 
 
+def test_more_processes_killed_while_idle_than_an_image_has_attempts_fail_no_image() -> None:
+    async def main() -> None:
+        async with pool(processes=4) as stage:
+            before = stage.pids
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda: all("Z" in Path(f"/proc/{pid}/stat").read_text() for pid in before))
+            assert (await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
+            assert stage.restarts == 1 and len(stage.pids) == 4
+
+    asyncio.run(main())
+
+
 def test_frozen_process_is_replaced() -> None:
     async def main() -> None:
         async with pool() as stage:

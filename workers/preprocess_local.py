@@ -66,7 +66,7 @@ class LocalPreprocess:
     async def start(self) -> None:
         """Starts the processes and waits until each has answered."""
         for _ in range(self._num_processes):
-            self._spawn()
+            self._idle.put_nowait(self._spawn())
         await asyncio.gather(*(process.ready() for process in self._processes))
 
     async def close(self) -> None:
@@ -126,6 +126,8 @@ class LocalPreprocess:
     async def _use(
         self, process: DecodeProcess, frame: dict[str, Any], data: bytes, hang_s: float
     ) -> tuple[dict[str, Any], bytearray]:
+        if process.ended_idle:  # no image is to blame
+            process = await self._successor(process)
         up = False
         try:
             async with asyncio.timeout(hang_s):
@@ -139,16 +141,22 @@ class LocalPreprocess:
         return reply
 
     async def _replace(self, process: DecodeProcess) -> None:
+        if self._closed:
+            self._processes.discard(process)
+            await process.kill()
+        else:
+            self._idle.put_nowait(await self._successor(process))
+
+    async def _successor(self, process: DecodeProcess) -> DecodeProcess:
         self._processes.discard(process)
         await process.kill()
-        if not self._closed:
-            self.restarts += 1
-            self._spawn()
+        self.restarts += 1
+        return self._spawn()
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> DecodeProcess:
         process = DecodeProcess(self._options.limits.memory_bytes)
         self._processes.add(process)
-        self._idle.put_nowait(process)
+        return process
 
 
 class DecodeProcess:
@@ -172,6 +180,11 @@ class DecodeProcess:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def ended_idle(self) -> bool:
+        """It came up and is gone; asked between two calls."""
+        return self._up and self._child.poll() is not None
 
     async def ready(self) -> None:
         """Raises EOFError or OSError when the child can't start."""
