@@ -40,16 +40,22 @@ def events(response: httpx.Response) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def num_tiles(width: int, height: int) -> int:
+    return model_spec().preprocess.rule.grid(width, height).num_tiles
+
+
 def test_official_client_gets_an_answer_about_an_image(official: openai.OpenAI) -> None:
     made = official.chat.completions.create(model="vlm-default", **ask(png(300, 200), "How many?"))
     assert made.object == "chat.completion" and made.id.startswith("chatcmpl-")
     (choice,) = made.choices
-    assert choice.message.role == "assistant" and choice.message.content == "I saw 1 images in 1 tiles."
+    tiles = num_tiles(300, 200)
+    assert choice.message.role == "assistant"
+    assert choice.message.content == f"I saw 1 images in {tiles} tiles."
     assert choice.finish_reason == "stop" and choice.message.refusal is None
     usage = made.usage
     assert usage is not None and usage.prompt_tokens_details is not None
     extra = usage.prompt_tokens_details.model_dump()
-    assert extra["image_tokens"] == model_spec().geometry.tokens_per_tile
+    assert extra["image_tokens"] == tiles * model_spec().geometry.tokens_per_tile
     assert extra["image_tokens"] + extra["text_tokens"] == usage.prompt_tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
@@ -63,7 +69,8 @@ def test_official_client_streams_the_same_answer(official: openai.OpenAI) -> Non
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == plain.choices[0].message.content == "I saw 2 images in 2 tiles."
+    tiles = num_tiles(300, 200) + num_tiles(10, 10)
+    assert text == plain.choices[0].message.content == f"I saw 2 images in {tiles} tiles."
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
@@ -334,7 +341,7 @@ def test_async_official_client_asks_many_at_once(server: LiveServer) -> None:
             )
         return [m.choices[0].message.content for m in made]
 
-    assert asyncio.run(run()) == ["I saw 1 images in 1 tiles."] * 12
+    assert asyncio.run(run()) == [f"I saw 1 images in {num_tiles(20 + i, 20)} tiles." for i in range(12)]
 
 
 def test_queue_full_is_429_with_a_time_to_come_back() -> None:
