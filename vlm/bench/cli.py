@@ -10,7 +10,7 @@ import typer
 
 from vlm.cli.errors import CommandError
 
-NAMES = ("engine", "encoder", "preprocess", "serve", "caption", "cluster", "plan", "decode")
+NAMES = ("engine", "encoder", "preprocess", "serve", "caption", "cluster", "plan", "decode", "peers")
 
 
 def bench_command(
