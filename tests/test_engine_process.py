@@ -7,7 +7,10 @@ import contextlib
 import io
 import os
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
@@ -19,8 +22,10 @@ from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 from vlm.spec import ModelSpec
 from vlm.train.documents import make_document
 from workers.engine_client import EngineUnavailable
-from workers.engine_process import EngineProcess
+from workers.engine_process import EngineProcess, serve
 from workers.preprocess_inline import InlinePreprocess
+from workers.preprocess_local import LocalPreprocess
+from workers.runner import EngineRunner
 
 OPTIONS = EngineOptions(kv_cache_mb=32, backend="torch")
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
@@ -30,6 +35,40 @@ def picture(seed: int) -> bytes:
     buffer = io.BytesIO()
     make_document("shapes", 10**9 + seed, 1.0)[0].save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def test_an_engine_whose_parent_left_before_it_was_up_ends_quietly() -> None:
+    class Runner:
+        def info(self) -> dict[str, str]:
+            return {}
+
+    handler = signal.getsignal(signal.SIGINT)
+    ours, theirs = socket.socketpair()
+    ours.close()
+    try:
+        with theirs:
+            serve(theirs, cast(EngineRunner, Runner()))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_of_the_terminal_does_not_reach_the_children() -> None:
+    async def main() -> None:
+        engine = EngineProcess([sys.executable, "-c", "import time; time.sleep(60)"])
+        starting = asyncio.create_task(engine.start())
+        decoders = LocalPreprocess(1)
+        try:
+            await decoders.start()
+            while engine.pid is None:
+                await asyncio.sleep(0.02)
+            for pid in (engine.pid, *decoders.pids):
+                assert os.getpgid(pid) == pid
+        finally:
+            starting.cancel()
+            await engine.close()
+            await decoders.close()
+
+    asyncio.run(main())
 
 
 @contextlib.asynccontextmanager

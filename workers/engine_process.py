@@ -74,9 +74,9 @@ def serve(connection: socket.socket, runner: EngineRunner) -> None:
     """The child's loop: take what arrived, do one step, send what happened. Ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     frames = FrameSocket(connection)
-    frames.send({"op": "ready", "info": runner.info()})
-    last_beat = time.monotonic()
     with contextlib.suppress(EOFError, ConnectionError, BrokenPipeError):
+        frames.send({"op": "ready", "info": runner.info()})
+        last_beat = time.monotonic()
         while True:
             while frames.buffered or frames.readable(0.0 if runner.has_work else HEARTBEAT_S):
                 _handle(frames, runner, *frames.receive())
@@ -194,6 +194,7 @@ class EngineProcess:
             self._child = subprocess.Popen(
                 [*self._command, "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C would reach it before it ignores it
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)

@@ -170,6 +170,7 @@ class DecodeProcess:
                 [*command, "--memory-bytes", str(memory_bytes)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C would reach it before it ignores it
                 env=_child_environment(),
             )
         ours.setblocking(False)
