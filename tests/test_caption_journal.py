@@ -144,6 +144,12 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path: Path, content: bytes) ->
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/null"])
+def test_a_device_is_no_output(path: str) -> None:
+    with pytest.raises(NotAnOutput):
+        Journal(Path(path))
+
+
 def test_changed_content_replaces_the_old_row_in_the_view_and_after_compaction(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     old, new = row_for(1), row_for(1, content="b", text="new")

@@ -37,6 +37,8 @@ def _exit_code(error: BaseException) -> int:
 def _message(error: BaseException) -> str:
     format_message = getattr(error, "format_message", None)  # usage errors of the command line library
     text = format_message() if callable(format_message) else str(error)
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        text = f"{error.filename}: {error.strerror}"
     return " ".join(text.split()) or type(error).__name__
 
 
