@@ -74,6 +74,7 @@ class LocalEngine:
             await self._tell(runner.submit, request)
         except BaseException:
             self._streams.discard(request.id)
+            self._cancel(request.id)  # the thread may have taken the request when its caller left
             raise
         async with contextlib.aclosing(self._streams.read(request.id, self._cancel)) as events:
             async for event in events:
