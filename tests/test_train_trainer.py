@@ -8,7 +8,7 @@ from train_fixtures import tiny_network, tiny_template
 from vlm.train.batches import choose_questions, collate, draw
 from vlm.train.documents import KINDS, compose_document
 from vlm.train.prompts import PromptBuilder
-from vlm.train.stages import STAGES, Stage
+from vlm.train.stages import BEST, LAST, STAGES, Stage
 from vlm.train.trainer import AVERAGE, Trainer, run_batch, score, validate
 
 STAGE = replace(STAGES["join"], steps=4, batch=2, micro_batches=1, warmup=2, validate_every=100)
@@ -30,9 +30,9 @@ def test_a_resumed_run_equals_one_never_stopped(tmp_path: Path, template: Path) 
     first = trainer(tmp_path / "parts", template)
     for _ in range(2):
         first.step(STAGE)
-    first.save("last.pt")
+    first.save(LAST)
     second = trainer(tmp_path / "parts", template)
-    second.resume(tmp_path / "parts" / "last.pt")
+    second.resume(tmp_path / "parts" / LAST)
     for _ in range(2):
         second.step(STAGE)
     assert second.progress.documents == whole.progress.documents
@@ -65,8 +65,8 @@ def test_the_best_checkpoint_is_kept_and_validation_logged(tmp_path: Path, templ
     lines: list[str] = []
     run = trainer(tmp_path / "run", template)
     run.run(replace(STAGE, steps=1), lines.append)
-    assert (tmp_path / "run" / "best.pt").is_file()
-    assert (tmp_path / "run" / "last.pt").is_file()
+    assert (tmp_path / "run" / BEST).is_file()
+    assert (tmp_path / "run" / LAST).is_file()
     assert (tmp_path / "run" / "log.jsonl").read_text().count("\n") == 1
     assert any(line.startswith("validation ") for line in lines)
 

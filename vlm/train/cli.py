@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlm.train.stages import STAGES
+from vlm.train.stages import BEST, LAST, STAGES
 
 EXAMPLE = "Example: vlm train --stage join --steps 2000 --out runs/a"
 
@@ -19,8 +19,12 @@ def train_command(
         Path | None,
         typer.Option("--from", help="Hugging Face directory to start from; default: the shipped model."),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Continue from last.pt in the output folder.")] = False,
-    best: Annotated[bool, typer.Option(help="With --resume: continue from best.pt instead.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Continue the output folder's last checkpoint.")
+    ] = False,
+    best: Annotated[
+        bool, typer.Option(help="With --resume: continue from its best one.")
+    ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the stage; default: the stage's own.")
     ] = None,
@@ -59,13 +63,13 @@ def train_command(
     trainer = Trainer(Network.load(source), builder, out, seed)
     trainer.progress.levels = dict.fromkeys(KINDS, level)
     if resume:
-        checkpoint = out / ("best.pt" if best else "last.pt")
+        checkpoint = out / (BEST if best else LAST)
         if not checkpoint.is_file():
             raise typer.BadParameter("the output folder holds no such checkpoint", param_hint="--resume")
         trainer.resume(checkpoint)
     trainer.run(plan, typer.echo)
-    if (out / "best.pt").is_file():
-        trainer.resume(out / "best.pt")
+    if (out / BEST).is_file():
+        trainer.resume(out / BEST)
     export(trainer.averaged(), source, out / "export")
     typer.echo(f"exported the best checkpoint (validation {trainer.progress.best:.3f})")
     if evaluate:

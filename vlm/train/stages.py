@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+LAST, BEST = "last.safetensors", "best.safetensors"  # a run's checkpoints
+
 
 def _everything() -> dict[str, float]:
     return {"shapes": 0.2, "sign": 0.2, "label": 0.18, "receipt": 0.24, "invoice": 0.18}

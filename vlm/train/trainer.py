@@ -1,7 +1,6 @@
 """The training loop: curriculum, losses, checkpoints, validation; a run resumed equals one never stopped."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from vlm.train import batches
 from vlm.train.batches import Batch
+from vlm.train.checkpoint import load_state, save_state
 from vlm.train.documents import HELD_OUT_SEED, KINDS
 from vlm.train.network import Network
 from vlm.train.optim import Optimisers
 from vlm.train.prompts import PromptBuilder
-from vlm.train.stages import Stage
+from vlm.train.stages import BEST, LAST, Stage
 from vlm.train.tiles import IGNORE
 
 VALIDATION_SEED = HELD_OUT_SEED + 5 * 10**8
@@ -117,7 +117,7 @@ def score(accuracies: dict[str, float]) -> float:
 
 
 class Trainer:
-    """A run: network, optimisers and progress, in a folder that holds last.pt, best.pt and log.jsonl."""
+    """A run: network, optimisers and progress, in a folder with its checkpoints and log.jsonl."""
 
     def __init__(self, network: Network, builder: PromptBuilder, folder: Path, run_seed: int = 0) -> None:
         self.network, self.builder, self.folder, self.run_seed = network, builder, folder, run_seed
@@ -135,12 +135,11 @@ class Trainer:
             "progress": asdict(self.progress),
             "run_seed": self.run_seed,
         }
-        torch.save(state, self.folder / f"{name}.tmp")
-        os.replace(self.folder / f"{name}.tmp", self.folder / name)
+        save_state(self.folder / name, state)
 
     def resume(self, path: Path) -> None:
         """Continues where a checkpoint stopped."""
-        state = torch.load(path, weights_only=True)
+        state = load_state(path)
         self.network.load_state_dict(state["network"])
         self.average = state["average"]
         self.optimisers.load_state_dict(state["optimisers"])
@@ -218,12 +217,12 @@ class Trainer:
                 say(self.line(stage, (self.progress.documents - documents) / (now - spoken)))
                 spoken, documents = now, self.progress.documents
             if now - saved > save_seconds:
-                self.save("last.pt")
+                self.save(LAST)
                 saved = now
             if self.progress.step % stage.validate_every == 0 or self.progress.step == stage.steps:
                 self._validate(say)
                 spoken = time.monotonic()
-        self.save("last.pt")
+        self.save(LAST)
 
     def _validate(self, say: Callable[[str], None]) -> None:
         accuracies = validate(self.averaged(), self.builder)
@@ -241,7 +240,7 @@ class Trainer:
             log.write(json.dumps({**record, "exact": accuracies, "levels": self.progress.levels}) + "\n")
         if figure > self.progress.best:
             self.progress.best = figure
-            self.save("best.pt")
+            self.save(BEST)
 
     def line(self, stage: Stage, speed: float) -> str:
         """Progress on one line: loss, characters, level and exact match per kind, documents a second."""
