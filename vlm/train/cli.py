@@ -19,12 +19,8 @@ def train_command(
         Path | None,
         typer.Option("--from", help="Hugging Face directory to start from; default: the shipped model."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Continue the output folder's last checkpoint.")
-    ] = False,
-    best: Annotated[
-        bool, typer.Option(help="With --resume: continue from its best one.")
-    ] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the output folder's last checkpoint.")] = False,
+    best: Annotated[bool, typer.Option(help="With --resume: continue from its best one.")] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the stage; default: the stage's own.")
     ] = None,
