@@ -40,7 +40,7 @@ def split_arguments(positionals: Sequence[str], questions: Sequence[str]) -> tup
         images, questions = list(positionals[:-1]), positionals[-1:]
         if questions and not images:
             raise CommandError(
-                'give an image and a question, for example: vlm ask receipt.png "What is the total?"'
+                'give an image and a question, for example: vlm ask invoice.png "What is the total?"'
             )
     if not images:
         raise CommandError("no image given; accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP")

@@ -88,7 +88,7 @@ def ask(
 ) -> None:
     """Ask questions about images.
 
-    Example: vlm ask receipt.png -q "What is the total?" -q "What is the date?" --stats
+    Example: vlm ask invoice.png -q "What is the total?" -q "What is the date?" --stats
     """
     from llm.request import SamplingParams
     from vlm.cli import ask as command
