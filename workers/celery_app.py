@@ -39,6 +39,8 @@ def make_app(broker_url: str) -> Celery:
         worker_hijack_root_logger=False,
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
+    if broker_url.startswith(("redis://", "rediss://")):
+        app.conf.broker_transport = "workers.celery_transport:LastingTransport"
     return app
 
 
