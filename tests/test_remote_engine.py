@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import redis
 from direct_cluster import OPTIONS, DirectReplica, ask, node, picture, question, replicas, text_of
+from PIL import Image
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
 from vlm.api.metrics import Metrics
@@ -147,7 +149,8 @@ def test_two_nodes_that_ask_at_once_cause_one_encode(redis_url: str, pair: list[
             )
             assert len({text_of(events) for events in answers}) == 1
         tiles = [on_runner(d, lambda runner: runner.stats())["encoder"]["tiles"] for d in pair]  # type: ignore[index]
-        assert sum(tiles) == 1
+        size = Image.open(io.BytesIO(picture(3))).size
+        assert sum(tiles) == SPEC.preprocess.rule.grid(*size).num_tiles
 
     asyncio.run(main())
 
@@ -307,6 +310,30 @@ def test_a_deadline_holds_when_a_replica_takes_nothing(redis_url: str, one: list
             one[0].deliver = lambda text: None  # type: ignore[method-assign,assignment,return-value]
             (last,) = await ask(pipeline, "r", picture(0))
             assert isinstance(last, Failed) and last.code == "request_timeout"
+
+    asyncio.run(main())
+
+
+def test_a_message_lost_with_redis_is_sent_until_it_gets_through(
+    redis_url: str, one: list[DirectReplica]
+) -> None:
+    async def main() -> None:
+        async with node(redis_url, one, SPEC, deadline_s=30.0) as (pipeline, engine):
+            deliver, tries = one[0].deliver, 0
+
+            def lossy(text: str) -> object:
+                nonlocal tries
+                tries += 1
+                if tries == 1:
+                    engine._replicas.outages += 1  # Redis goes away and forgets the message
+                elif tries < 4:
+                    raise redis.ConnectionError
+                else:
+                    return deliver(text)
+                return None
+
+            one[0].deliver = lossy  # type: ignore[method-assign,assignment]
+            assert text_of(await ask(pipeline, "r", picture(0))) and tries == 4
 
     asyncio.run(main())
 

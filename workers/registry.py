@@ -79,6 +79,10 @@ class Watch:
         """What the last look did not show is not there."""
         return self._contact_since is not None and self._clock() - self._contact_since >= GRACE_S
 
+    def returned_since(self, outages: int) -> bool:
+        """Redis was away since there were so many `outages`, and is back."""
+        return self.in_contact and self.outages != outages
+
     def refresh(self) -> bool:
         """Looks again; False while Redis is away."""
         try:

@@ -228,11 +228,12 @@ class RemoteEngine:
     async def _send(self, call: Call) -> bool:
         prompt = request_to_json(call.request)
         job = GenerateJob(call.name, self.node, prompt, call.left_s - _DEADLINE_MARGIN_S, time.time())
-        call.outages = self._replicas.outages
+        outages = self._replicas.outages
         try:
             await self._run(self._send_task, generate_queue(call.replica), job)
         except AWAY:
             return False
+        call.outages = outages
         call.sent = time.monotonic()
         if call.state == "sending":
             call.state = "sent"
@@ -315,8 +316,8 @@ class RemoteEngine:
                 elif call.state == "sent" and self._leaves_behind(call):
                     self._threads.submit(self._cancel, call.replica, call.name)
                     call.lose()
-                elif call.state == "sent" and call.outages != self._replicas.outages:
-                    await self._send(call)  # harmless if it was not forgotten
+                elif call.state == "sent" and self._replicas.returned_since(call.outages):
+                    await self._send(call)  # harmless if it was not forgotten; else at the next look
             await asyncio.sleep(_LOOK_S)
 
 
