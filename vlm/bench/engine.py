@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from llm.engine_config import EngineConfig
 from llm.request import Prompt, Request, SamplingParams
+from preprocess.limits import ImageLimits
+from preprocess.probe import probe
 from vlm.bench.load import Driver, ImageRequest, document, image_request, scheduled_requests
 from vlm.bench.report import report, result, spread
 from vlm.build import build_runner
@@ -90,23 +92,36 @@ def _max_over_median(values: Sequence[float]) -> float:
     return max(values) / statistics.median(values)
 
 
+def _documents(spec: ModelSpec, tiles: int, count: int) -> Iterator[bytes]:
+    """Documents that the model's rule cuts into this many tiles."""
+    seed = 1000
+    while count:
+        data = document(seed, "receipt")
+        info = probe(data, ImageLimits())
+        if spec.preprocess.rule.grid(info.width, info.height).num_tiles == tiles:
+            count -= 1
+            yield data
+        seed += 1
+
+
 def first_tokens(spec: ModelSpec, rounds: int) -> dict[str, Any]:
-    """Time to the first token: a new image, the same image again, and the question without an image."""
+    """Time to the first token: a new image, the same image again, and the question without an image.
+
+    Each image has five tiles. A round's questions are equally long and new: no question is cached.
+    """
     runner = build_runner(OPTIONS)
     params = SamplingParams(max_tokens=8)
     times: dict[str, list[float]] = {"cold": [], "warm": [], "text": []}
-    tiles = 0
-    for number in range(rounds + 1):
+    tiles = 5
+    for number, data in enumerate(_documents(spec, tiles, rounds + 1)):
         driver = Driver(spec, runner)
-        data = document(1000 + number, "receipt")
-        for kind, question in (("cold", QUESTIONS[0]), ("warm", QUESTIONS[1]), ("text", QUESTIONS[2])):
-            name = f"{kind}{number}"
+        for kind, lines in (("cold", 100), ("warm", 300), ("text", 600)):
+            name, question = f"{kind}{number}", f"Read line {lines + number}."
             if kind == "text":
                 builder = spec.prompt_builder
                 driver.submit(Request(name, builder.build([Message("user", (question,))]), params))
             else:
                 asked = image_request(spec, name, [data], question, params)
-                tiles = asked.request.prompt.num_image_tokens // spec.geometry.tokens_per_tile
                 driver.submit(asked.request, asked.images)
             driver.run()
             if number:  # the first round loads and compiles
