@@ -97,6 +97,7 @@ def survive(kind: str, folder: Folder, tmp_path: Path, seed: int) -> None:
     assert len(submitted) == len(originals)
 
 
+@pytest.mark.slow
 def test_a_run_survives_three_kills(folder: Folder, tmp_path: Path) -> None:
     survive("fake", folder, tmp_path, seed=1)
 

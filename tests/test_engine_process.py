@@ -99,6 +99,7 @@ async def until_ready(engine: EngineProcess) -> None:
     raise AssertionError("the engine did not come back")
 
 
+@pytest.mark.slow
 def test_answers_equal_those_of_the_engine_inside_this_process() -> None:
     async def main() -> None:
         local = build_local_pipeline(OPTIONS)
@@ -164,6 +165,7 @@ def test_a_hanging_engine_is_not_ready_and_is_replaced() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_leaving_a_stream_cancels_the_request_in_the_engine() -> None:
     """users.md S4."""
 

@@ -167,6 +167,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "vlm"
 
 
+@pytest.mark.slow
 def test_the_library_is_compiled_once_per_source(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_library()
     (built,) = fresh_cache.glob("*.so")

@@ -66,11 +66,11 @@ class _Run:
         return first, steps
 
 
-def _requests(spec: ModelSpec, count: int, seed: int) -> list[ImageRequest]:
+def _requests(spec: ModelSpec, count: int, seed: int, name: str = "") -> list[ImageRequest]:
     """Questions about images of their own, so that no cache helps."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     return [
-        image_request(spec, f"{seed}-{i}", [document(1000 * seed + i)], QUESTION, params)
+        image_request(spec, f"{name}{seed}-{i}", [document(1000 * seed + i)], QUESTION, params)
         for i in range(count)
     ]
 
@@ -108,6 +108,8 @@ def measure(directory: Path, rounds: int) -> Measured:
     for batch in BATCHES:
         found.first_s[batch], found.step_s[batch] = [], []
         for number in range(rounds):
+            if batch > 1:  # with their images encoded, all start together and are long together
+                run.answer(_requests(spec, batch, 100 * batch + number, "encode-"))
             run.peak_blocks = 0
             found.asked[batch] = _requests(spec, batch, 100 * batch + number)
             first, steps = run.answer(found.asked[batch])
