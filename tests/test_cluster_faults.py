@@ -177,9 +177,12 @@ def test_a_message_delivered_twice_by_the_broker_is_answered_once(
         async with node(redis_server.url) as (pipeline, engine):
             replica.signal(signal.SIGSTOP)
             queue = generate_queue(replica.name)
+            # What Redis hands to a frozen worker's blocking read is in no list until that worker goes on.
+            for connection in client.client_list():
+                if connection["cmd"] == "brpop":
+                    client.client_kill(connection["addr"])
             task = asyncio.create_task(ask(pipeline, "r", picture(0), LONG))
-            # the frozen worker's blocking read may take one message; the copies follow it
-            message = await captured(client, queue)
+            message = await asyncio.wait_for(captured(client, queue), 30)
             client.lpush(queue, message, message)
             replica.signal(signal.SIGCONT)
             events = await asyncio.wait_for(task, 60)
