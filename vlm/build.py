@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from llm.config import read_decoder_config
-from llm.cost import Machine, Precision, make_swap_rule
+from llm.config import read_decoder_config, read_json_object
+from llm.cost import DecoderShape, Machine, Precision, make_swap_rule
 from llm.engine_config import EngineConfig, SwapRule
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
@@ -94,7 +94,8 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
             memory_bytes=psutil.virtual_memory().total,
             host_bandwidth=copied,
         )
-        shape = ModelSpec.load(options.model).shape
+        directory = ModelSource.parse(options.model).directory
+        shape = DecoderShape.from_config(read_json_object(directory / "config.json"))
         element_bytes = 4.0 if options.dtype == "float32" else 2.0
         return make_swap_rule(shape, machine, Precision(element_bytes, element_bytes), BLOCK_SIZE)
 
