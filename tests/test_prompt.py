@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from llm.request import VisualKey
+from preprocess.stage import PreprocessSpec
+from preprocess.tiling import Idefics3Tiling
 from vlm.config import DEFAULT_MODEL
 from vlm.prompt import ImagePart, Message, PlainFormat
 from vlm.spec import ModelSpec
@@ -95,3 +98,11 @@ def test_a_conversation_keeps_each_image_in_its_place(spec: ModelSpec) -> None:
 def test_plain_format_is_one_run_of_placeholders(spec: ModelSpec) -> None:
     run = PlainFormat(image_token_id=3, tokens_per_tile=196).run(spec.preprocess.rule.grid(99, 99, "low"))
     assert run.token_ids == (3,) * 196 and run.spans == ((0, 196, 0),)
+
+
+def test_a_changed_copy_of_a_spec_shares_no_memo_with_the_first() -> None:
+    first = ModelSpec.load("default")
+    first.preprocess_spec("auto")
+    changed = replace(first, preprocess=PreprocessSpec(Idefics3Tiling(128, 512)))
+    assert changed.preprocess_spec("auto").rule == Idefics3Tiling(128, 512)
+    assert first.preprocess_spec("auto").rule != Idefics3Tiling(128, 512)

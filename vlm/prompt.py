@@ -66,7 +66,7 @@ class Idefics3Format:
 
     tokenizer: PromptTokenizer
     tokens_per_tile: int
-    _runs: dict[TileGrid, TileRun] = field(default_factory=dict, repr=False)
+    _runs: dict[TileGrid, TileRun] = field(default_factory=dict, init=False, repr=False)
 
     def run(self, grid: TileGrid) -> TileRun:
         if grid not in self._runs:

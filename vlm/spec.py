@@ -91,7 +91,7 @@ class ModelSpec:
     tokenizer: Tokenizer
     preprocess: PreprocessSpec
     revision: str  # of the encoder, 64 hex digits
-    _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, repr=False)
+    _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def load(cls, model: str | Path, *, variant: Variant = "fast") -> ModelSpec:

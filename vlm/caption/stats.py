@@ -29,7 +29,7 @@ class RunStats:
     error_codes: Counter[str] = field(default_factory=Counter)
     slowest: list[tuple[float, str, int]] = field(default_factory=list)  # heap of (total_ms, path, page)
     started: float = field(default_factory=time.monotonic)
-    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    _recent: deque[tuple[float, int]] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_RECENT))
 
     def add(self, row: Row) -> None:
         self.pages_done += 1

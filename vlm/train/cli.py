@@ -32,6 +32,9 @@ def train_command(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the run's documents.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    bfloat16: Annotated[
+        bool, typer.Option(help="Matrix products in 16 bits: faster where the processor has AVX-512 BF16.")
+    ] = False,
     evaluate: Annotated[
         int, typer.Option(min=0, help="Documents for the evaluation at the end; 0: none.")
     ] = 0,
@@ -56,7 +59,7 @@ def train_command(
     plan = STAGES[stage]
     plan = replace(plan, steps=steps or plan.steps, rate=plan.rate if rate is None else rate)
     builder = PromptBuilder(source)
-    trainer = Trainer(Network.load(source), builder, out, seed)
+    trainer = Trainer(Network.load(source), builder, out, seed, bfloat16)
     trainer.progress.levels = dict.fromkeys(KINDS, level)
     if resume:
         checkpoint = out / (BEST if best else LAST)

@@ -52,11 +52,13 @@ class TextAttention(nn.Module):
         v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
         repeats = self.heads // self.kv_heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        queries, keys, values = (part.transpose(0, 1)[None].split(layout.lengths, 2) for part in (q, k, v))
-        mixed = [
-            F.scaled_dot_product_attention(query, key, value, mask)
-            for query, key, value, mask in zip(queries, keys, values, layout.masks, strict=True)
-        ]
+        flat = (part.float().transpose(0, 1)[None] for part in (q, k, v))
+        queries, keys, values = (part.split(layout.lengths, 2) for part in flat)
+        with torch.autocast("cpu", enabled=False):
+            mixed = [
+                F.scaled_dot_product_attention(query, key, value, mask)
+                for query, key, value, mask in zip(queries, keys, values, layout.masks, strict=True)
+            ]
         projected: Tensor = self.o_proj(torch.cat(mixed, 2)[0].transpose(0, 1).flatten(1))
         return projected
 

@@ -61,7 +61,7 @@ class Network(nn.Module):
         text = self.model.text_model
         x = text.embed_tokens(tokens)
         places = (tokens == self.shape.image_token).nonzero()[:, 0]
-        x = x.index_put((places,), visual)
+        x = x.index_put((places,), visual.to(x.dtype))
         for layer in text.layers[:-1]:
             x = layer(x, layout)
         last = cast(TextLayer, text.layers[-1])

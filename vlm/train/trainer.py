@@ -74,17 +74,17 @@ def run_batch(network: Network, batch: Batch, with_heads: bool, frozen_tower: bo
     if with_heads:
         labelled = (batch.characters != IGNORE).flatten(1).any(1)
         targets = batch.characters[labelled]
-        logits = network.patch_head(features[labelled]).view(*targets.shape, -1)
+        logits = network.patch_head(features[labelled]).float().view(*targets.shape, -1)
         patch_loss, accuracy = _character_loss(logits, targets)
         tiles, side, fold = len(targets), 8 // network.shape.fold, network.shape.fold
         folded = (
             targets.view(tiles, side, fold, side, fold, -1).transpose(2, 3).reshape(tiles, side * side, -1)
         )
-        token_logits = network.token_head(visual[labelled]).view(*folded.shape, -1)
+        token_logits = network.token_head(visual[labelled]).float().view(*folded.shape, -1)
         token_loss, _ = _character_loss(token_logits, folded)
     layout = network.layout(batch.positions, batch.lengths, batch.masks)
     wanted = (batch.targets >= 0).nonzero()[:, 0]
-    logits = network.decode(batch.tokens, visual[batch.uses].flatten(0, 1), layout, wanted)
+    logits = network.decode(batch.tokens, visual[batch.uses].flatten(0, 1), layout, wanted).float()
     answers = batch.targets[wanted]
     answer_loss = F.cross_entropy(logits, answers)
     return Outcome(answer_loss, patch_loss, token_loss, logits.detach().argmax(-1) == answers, accuracy)
@@ -119,8 +119,16 @@ def score(accuracies: dict[str, float]) -> float:
 class Trainer:
     """A run: network, optimisers and progress, in a folder with its checkpoints and log.jsonl."""
 
-    def __init__(self, network: Network, builder: PromptBuilder, folder: Path, run_seed: int = 0) -> None:
+    def __init__(
+        self,
+        network: Network,
+        builder: PromptBuilder,
+        folder: Path,
+        run_seed: int = 0,
+        bfloat16: bool = False,
+    ) -> None:
         self.network, self.builder, self.folder, self.run_seed = network, builder, folder, run_seed
+        self.bfloat16 = bfloat16  # matrix products in 16 bits; weights and sums stay in 32
         self.optimisers = Optimisers(network.named_parameters())
         self.average = {name: value.clone() for name, value in network.state_dict().items()}
         self.progress = Progress()
@@ -165,7 +173,8 @@ class Trainer:
                 items.append((document, batches.choose_questions(rng, document, self.builder)))
                 progress.documents += 1
             batch = batches.collate(items, self.builder)
-            outcome = run_batch(self.network, batch, stage.patch_weight > 0 and not frozen, frozen)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+                outcome = run_batch(self.network, batch, stage.patch_weight > 0 and not frozen, frozen)
             loss = outcome.answer_loss + stage.patch_weight * (outcome.patch_loss + 0.5 * outcome.token_loss)
             (loss / stage.micro_batches).backward()
             self._follow(batch, outcome, stage)
