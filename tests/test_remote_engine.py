@@ -29,7 +29,7 @@ from workers.registry import GRACE_S, Registry, Watch
 from workers.remote_engine import RemoteEngine
 from workers.runner import EngineRunner
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 SPEC = ModelSpec.load(DEFAULT_MODEL)
