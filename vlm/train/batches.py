@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from vlm.train.decoder import segment_mask
-from vlm.train.documents import KINDS, Document, Question, compose_document
+from vlm.train.documents import (
+    INSTRUCTION_FIRST,
+    KINDS,
+    Document,
+    Question,
+    compose_document,
+    preset_questions,
+)
 from vlm.train.prompts import PromptBuilder, Sequence
 from vlm.train.tiles import cut, patch_targets
 
+PRESET_SHARE = 0.12
 QUESTION_TOKENS = 150  # a document's questions and answers are cut to about this many tokens
 
 
@@ -37,8 +45,12 @@ class Batch:
 def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> list[Question]:
     """Questions in random order up to the token limit, two of them about lines.
 
-    The whole text comes first two times out of three.
+    The whole text comes first two times out of three. One document in eight that captioning's presets fit
+    is asked one of these alone.
     """
+    presets = preset_questions(document)
+    if presets and rng.random() < PRESET_SHARE:
+        return [rng.choice(presets)]
     questions = list(document.questions)
     rng.shuffle(questions)
     lines = [question for question in questions if question.kind == "line"][2:]
@@ -74,7 +86,10 @@ def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder
                 characters.append(targets)
             uses.append(number)
         sequence: Sequence = builder.sequence(
-            pieces.rows, pieces.cols, [(q.text, q.answer) for q in questions]
+            pieces.rows,
+            pieces.cols,
+            [(q.text, q.answer) for q in questions],
+            instruction_first=questions[0].kind in INSTRUCTION_FIRST,
         )
         sequences.append(sequence)
         for number, question in enumerate(questions, 1):

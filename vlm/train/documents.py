@@ -4,6 +4,7 @@
 longest edge of a page is 256; an image may be drawn at a multiple of it, which the preprocessor undoes.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -54,6 +55,26 @@ DESCRIBE = ("Describe the image.", "What is in the image?")
 TOTAL = ("What is the total?", "How much is the total?", "What is the total amount?")
 DATE = ("What is the date?", "What is the date of the document?")
 SELLER = ("Who is the seller?", "What is the name of the seller?", "Which company is it from?")
+
+
+FIELDS = "Give the fields of the document as JSON."
+SUMMARY = "Summarize the document in one or two sentences."
+INSTRUCTION_FIRST = ("fields", "summary")
+"""Kinds of questions written before the image, as captioning asks them, so that pages share the prefix."""
+
+
+def preset_questions(document: "Document") -> list[Question]:
+    """What captioning's presets `fields` and `summary` ask of a receipt or invoice; none for other kinds."""
+    known = {question.kind: question.answer for question in document.questions}
+    if "seller" not in known:
+        return []
+    values = {"kind": document.kind} | {name: known[name] for name in ("seller", "date", "total")}
+    fields = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+    article = "An" if document.kind == "invoice" else "A"
+    summary = (
+        f"{article} {document.kind} from {known['seller']} of {known['date']}. The total is {known['total']}."
+    )
+    return [Question("fields", FIELDS, fields), Question("summary", SUMMARY, summary)]
 
 
 def reading_questions(rng: Random, texts: list[str]) -> list[Question]:

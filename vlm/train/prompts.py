@@ -28,33 +28,46 @@ class PromptBuilder:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.image_token = self.tokenizer.token_to_id("<image>")
-        self._prefixes: dict[tuple[int, int], list[int]] = {}
+        self._prefixes: dict[tuple[int, int, str], list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, special tokens included where it names them."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def prefix(self, rows: int, cols: int) -> list[int]:
-        """Everything before the question for a grid of tiles with its thumbnail."""
-        if (rows, cols) not in self._prefixes:
+    def prefix(self, rows: int, cols: int, instruction: str = "") -> list[int]:
+        """Everything before the question for a grid of tiles with its thumbnail; `instruction` leads it."""
+        if (rows, cols, instruction) not in self._prefixes:
             images = "<image>" * TOKENS_PER_TILE
-            text = "<|im_start|>User:"
+            text = f"<|im_start|>User: {instruction}" if instruction else "<|im_start|>User:"
             for row in range(rows):
                 for col in range(cols):
                     text += f"<fake_token_around_image><row_{row + 1}_col_{col + 1}>{images}"
                 text += "\n"
             text += f"\n<fake_token_around_image><global-img>{images}<fake_token_around_image>"
-            self._prefixes[rows, cols] = self.encode(text)
-        return self._prefixes[rows, cols]
+            self._prefixes[rows, cols, instruction] = self.encode(text)
+        return self._prefixes[rows, cols, instruction]
 
     def segment(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """(tokens of the question up to "Assistant:", tokens of the answer with its end)."""
-        asked = self.encode(f"{question}<end_of_utterance>\nAssistant:")
-        return asked, self.encode(f" {answer}<end_of_utterance>")
+        """(tokens of the question up to "Assistant:", tokens of the answer with its end).
 
-    def sequence(self, rows: int, cols: int, pairs: list[tuple[str, str]]) -> Sequence:
-        """The packed sequence of one image and its (question, answer) pairs."""
-        prefix = self.prefix(rows, cols)
+        A JSON answer follows without a space, as a schema demands it.
+        """
+        asked = self.encode(f"{question}<end_of_utterance>\nAssistant:")
+        space = "" if answer.startswith("{") else " "
+        return asked, self.encode(f"{space}{answer}<end_of_utterance>")
+
+    def sequence(
+        self, rows: int, cols: int, pairs: list[tuple[str, str]], instruction_first: bool = False
+    ) -> Sequence:
+        """The packed sequence of one image and its (question, answer) pairs.
+
+        `instruction_first`: the only question is written before the image.
+        """
+        instruction = ""
+        if instruction_first:
+            ((instruction, answer),) = pairs
+            pairs = [("", answer)]
+        prefix = self.prefix(rows, cols, instruction)
         tokens, positions = list(prefix), list(range(len(prefix)))
         segments, targets = [0] * len(prefix), [-100] * len(prefix)
         for number, (question, answer) in enumerate(pairs, 1):
