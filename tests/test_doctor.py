@@ -104,8 +104,11 @@ class MadeUpTower:
         return self.shape.geometry
 
     @property
-    def seconds(self) -> list[float]:
-        return [encode_time(self.shape, TRUE, 1, STORED).seconds + 1e-4]
+    def seconds(self) -> dict[int, list[float]]:
+        return {n: [encode_time(self.shape, TRUE, n, STORED).seconds + n * 1e-4] for n in (1, 5)}
+
+    def prompt_tokens(self, num_tiles: int) -> int:
+        return num_tiles
 
 
 def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
         MadeUpTower(EncoderConfig.from_directory(write_checkpoint(tmp_path / str(i), sizes)).shape)
         for i, sizes in enumerate(TOWERS)
     ]
-    call_s, layer_s, rate, element_s = fit_tower(probes, 2e11, lambda length: 1e-4)
+    call_s, layer_s, rate, element_s = fit_tower(probes, 2e11, lambda length: length * 1e-4)
     predicted = Machine(
         "m",
         rate,
@@ -127,9 +130,9 @@ def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
         tower_element_s=element_s,
     )
     for probe in probes:
-        assert encode_time(probe.shape, predicted, 1, STORED).seconds == pytest.approx(
-            probe.seconds[0], rel=0.1
-        )
+        for count, taken in probe.seconds.items():
+            expected = encode_time(probe.shape, predicted, count, STORED).seconds + count * 1e-4
+            assert expected == pytest.approx(taken[0], rel=0.1)
 
 
 @settings(deadline=None, max_examples=50)
@@ -166,6 +169,18 @@ def test_smolvlm_256m_sizes_have_256m_parameters() -> None:
 
     preset = load_model("smolvlm-256m")
     assert decoder_shape(SMOLVLM_256M).num_params == preset.decoder.num_params
+
+
+def test_an_image_is_charged_once_however_many_tiles_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a small image takes is told per tile, and every image here makes five."""
+    now = [0.0]
+
+    def ten_milliseconds(*_: Any) -> None:
+        now[0] += 0.010
+
+    monkeypatch.setattr("vlm.doctor.time.process_time", lambda: now[0])
+    monkeypatch.setattr("preprocess.stage.preprocess", ten_milliseconds)
+    assert preprocess_seconds(2) == pytest.approx((0.0, 0.010 / 5))
 
 
 def test_small_measurements_are_positive() -> None:

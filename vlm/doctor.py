@@ -162,8 +162,8 @@ def preprocess_seconds(rounds: int) -> tuple[float, float]:
             taken.append(time.process_time() - started)
         return statistics.median(taken[1:])
 
-    small, large = seconds(64), seconds(1024)
-    return max(0.0, large - small) / (1024**2 / 1e6), small
+    small, large = seconds(64), seconds(1024)  # of as many tiles
+    return max(0.0, large - small) / (1024**2 / 1e6), small / spec.rule.grid(64, 64).num_tiles
 
 
 def storage_of(directory: Path, device: str = "cpu", dtype: Dtype = "float32") -> Precision:

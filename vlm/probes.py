@@ -46,6 +46,7 @@ TOWERS = (
 )
 PROMPTS = (32, 128)  # tokens of the prefill probes
 DECODES = 12  # tokens of an answer
+SMALL_TOWER = 1e10  # FLOPs a tile
 BATCH = 4  # sequences of the batched decode probe
 
 
@@ -118,16 +119,24 @@ class TowerProbe:
     spec: ModelSpec
     shape: TowerShape
     now: Callable[[], float]
-    seconds: list[float] = field(default_factory=list)
+    grids: tuple[TileGrid, ...]
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by number of tiles
     _asked: int = 0
 
     def round(self) -> None:
+        for grid in self.grids:
+            self.seconds[grid.num_tiles].append(self._ask(grid))
+
+    def prompt_tokens(self, num_tiles: int) -> int:
+        return num_tiles * self.spec.geometry.tokens_per_tile + 4
+
+    def _ask(self, grid: TileGrid) -> float:
         self._asked += 1
-        tiles = np.full((1, self.spec.geometry.image_size, self.spec.geometry.image_size, 3), 127, np.uint8)
+        side = self.spec.geometry.image_size
+        tiles = np.full((grid.num_tiles, side, side, 3), 127, np.uint8)
         key = VisualKey(f"{self._asked:064x}")
-        length = self.spec.geometry.tokens_per_tile
-        prompt = Prompt((1,) * (length + 4), (ImageSpan(2, length, key, 0),))
-        grid = TileGrid(0, 0, True, tiles.shape[2], tiles.shape[1])
+        length = self.prompt_tokens(grid.num_tiles)
+        prompt = Prompt((1,) * length, (ImageSpan(2, length - 4, key, 0),))
         sent = to_bytes(Tiles(tiles, grid))
         disturb_caches()
         started = self.now()
@@ -136,7 +145,7 @@ class TowerProbe:
         self.runner.put_tiles(key, sent)
         while self.runner.has_work:
             self.runner.step()
-        self.seconds.append(self.now() - started)
+        return self.now() - started
 
 
 def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
@@ -145,7 +154,12 @@ def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
 
     options = EngineOptions(model=str(directory), kv_cache_mb=16, prefix_cache=False, device=device)
     shape = EncoderConfig.from_directory(directory).shape
-    return TowerProbe(build_runner(options), ModelSpec.load(directory), shape, clock(device))
+    spec = ModelSpec.load(directory)
+    side = spec.geometry.image_size
+    grids = [TileGrid(0, 0, True, side, side)]
+    if shape.flops(1) < SMALL_TOWER:  # what a call costs shows where a tile costs little
+        grids.append(TileGrid(2, 2, True, side, side))
+    return TowerProbe(build_runner(options), spec, shape, clock(device), tuple(grids))
 
 
 def non_negative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -249,8 +263,9 @@ def fit_tower(
     """
     rows, seconds = [], []
     for probe in probes:
-        rows.append([1, probe.shape.num_layers, probe.shape.flops(1), probe.shape.elements(1)])
-        total = statistics.median(probe.seconds)
-        seconds.append(max(total - prefill_s(probe.spec.geometry.tokens_per_tile + 4), 0.05 * total))
+        for count, taken in probe.seconds.items():
+            rows.append([1, probe.shape.num_layers, probe.shape.flops(count), probe.shape.elements(count)])
+            total = statistics.median(taken)
+            seconds.append(max(total - prefill_s(probe.prompt_tokens(count)), 0.05 * total))
     call_s, layer_s, flop_s, element_s = non_negative_fit(rows, seconds)
     return call_s, layer_s, min(peak, 1.0 / flop_s) if flop_s else peak, element_s
