@@ -99,6 +99,8 @@ def _parser_limits() -> LLParserLimits:
 def _reason(error: str) -> str:
     """The library's first line, which quotes nothing but the client's own constraint."""
     line = error.strip().splitlines()[0] if error.strip() else "not supported"
+    if line == "NoExtensionBias":  # llguidance's word for it
+        line = "no text can match it"
     return "the constraint was refused: " + "".join(c for c in line if c.isprintable())[:200]
 
 

@@ -197,6 +197,7 @@ def test_ordinary_tiers_are_interactive(server: LiveServer, client: httpx.Client
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),
+        ({"best_of": 3}, "best_of"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused(
@@ -206,6 +207,28 @@ def test_what_would_change_the_meaning_is_refused(
     assert answered.status_code == 400
     assert answered.json()["error"]["param"] == param
     assert answered.json()["error"]["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [
+        ({}, 1),
+        ({"beam_width": 4}, 4),
+        ({"use_beam_search": True, "n": 3}, 3),
+        ({"use_beam_search": True, "n": 2, "beam_width": 5}, 5),
+        ({"use_beam_search": False, "n": 2, "best_of": 2}, 1),
+    ],
+)
+def test_beam_search_is_asked_for_by_its_usual_names(
+    server: LiveServer, client: httpx.Client, settings: dict[str, Any], width: int
+) -> None:
+    assert client.post(CHAT, json=ask("Hi", **settings)).status_code == 200
+    assert server.engine.submitted[-1].params.beam_width == width
+
+
+def test_too_many_stop_strings_are_told_as_such(client: httpx.Client) -> None:
+    message = client.post(CHAT, json=ask("Hi", stop=["a"] * 5)).json()["error"]["message"]
+    assert "at most 4" in message
 
 
 @pytest.mark.parametrize("settings", [{"tools": []}, {"tool_choice": "none"}, {"modalities": ["text"]}])
@@ -223,6 +246,8 @@ def test_empty_forms_of_unsupported_settings_pass(client: httpx.Client, settings
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"beam_width": 100}, "beam_width"),
+        ({"beam_width": 0}, "beam_width"),
         ({"stop": "x" * 300}, "stop"),
         ({"temperature": 2.5}, "temperature"),
         ({"logit_bias": {str(i): 0 for i in range(2000)}}, "logit_bias"),

@@ -101,7 +101,7 @@ def from_exception(error: Exception) -> ApiError:
 
 
 # Names that pydantic puts into a location but clients never wrote.
-_NOT_FIELDS = {"body", "query", "path", "string", "parts", "str", "int", "float", "bool"}
+_NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float", "bool"}
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 

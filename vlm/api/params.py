@@ -20,6 +20,8 @@ def check_supported(body: ChatRequest) -> None:
     for name in ("tool_choice", "function_call"):
         if getattr(body, name) not in (None, "none", "auto"):
             raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise invalid("unsupported_parameter", "'best_of' above 'n' is not supported; use 'n'.", "best_of")
     if body.modalities and body.modalities != ["text"]:
         raise invalid("unsupported_parameter", "This server answers with text only.", "modalities")
 
@@ -34,6 +36,9 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
     n = body.n or 1
     if n > config.max_choices:
         raise invalid("invalid_value", f"'n' is at most {config.max_choices} here.", "n")
+    beam_width = body.beam_width or (n if body.use_beam_search else 1)
+    if beam_width > config.max_choices:
+        raise invalid("invalid_value", f"'beam_width' is at most {config.max_choices} here.", "beam_width")
     if body.top_logprobs and not body.logprobs:
         raise invalid("invalid_value", "'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -51,6 +56,7 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
         seed=body.seed,
         n=n,
+        beam_width=beam_width,
         stop=stop,
         ignore_eos=bool(body.ignore_eos),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_STOP_CHARS = 256
+MAX_STOPS = 4
 MAX_SCHEMA_CHARS = 100_000
 
 Detail = Literal["auto", "low", "high"]
@@ -34,13 +35,14 @@ class ContentPart(Lenient):
     )
 
 
-def _content_tag(value: Any) -> str:
-    return "parts" if isinstance(value, list) else "string"
+def _form_tag(value: Any) -> str:
+    """One form is named in an error, the one that was sent."""
+    return "list" if isinstance(value, list) else "string"
 
 
 Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), Tag("parts")],
-    Discriminator(_content_tag),
+    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), Tag("list")],
+    Discriminator(_form_tag),
 ]
 
 
@@ -70,7 +72,14 @@ class ResponseFormat(Lenient):
     )
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+Stop = Annotated[
+    Annotated[StopString, Tag("string")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("list")],
+    Discriminator(_form_tag),
+]
 
 
 class ChatRequest(Lenient):
@@ -81,7 +90,7 @@ class ChatRequest(Lenient):
     temperature: float | None = Field(None, ge=0, le=2, description="Default 0: greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -97,6 +106,13 @@ class ChatRequest(Lenient):
     top_k: int | None = Field(None, ge=0, le=1_000_000, description="Extension; 0 is off.")
     min_p: float | None = Field(None, ge=0, le=1, description="Extension.")
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="Extension; 1 is off.")
+    beam_width: int | None = Field(
+        None, ge=1, le=128, description="Extension: beam search with so many beams, the best `n` returned."
+    )
+    use_beam_search: bool | None = Field(
+        None, description="Extension: beam search with `n` beams where `beam_width` does not say."
+    )
+    best_of: int | None = Field(None, ge=1, le=128, description="Not supported beyond `n`.")
     ignore_eos: bool | None = Field(None, description="Extension, for load tests.")
     deadline_s: float | None = Field(
         None, gt=0, le=86400, description="Extension: refuse at once what can't be answered in time."
