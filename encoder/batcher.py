@@ -5,6 +5,7 @@ Rules
 - A batch has at most `max_tiles` tiles of any number of images of one priority class, without padding. An
   image with more is spread over steps, and after each batch that it fills alone the others go first.
 - Interactive before batch, and not in one batch: an interactive image never waits for tiles that joined it.
+  Batch-class tiles come `max_batch_tiles` at a time, so that it doesn't wait long for those under way either.
   Once a batch-class image has waited `ageing_s`, its class gets every second step; so interactive work takes
   at most twice its own steps and one, and batch work is never starved.
 - A job that nobody holds in the cache any more is dropped before its next tile.
@@ -103,17 +104,20 @@ class TileBatcher:
         *,
         tokens_per_tile: int,
         max_tiles: int = 16,
+        max_batch_tiles: int | None = None,
         max_wait_s: float = 0.0,
         ageing_s: float = 5.0,
         concat: Callable[[Sequence[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_tiles < 1 or tokens_per_tile < 1:
-            raise ValueError("max_tiles and tokens_per_tile must be at least 1")
+        max_batch_tiles = max_tiles if max_batch_tiles is None else min(max_tiles, max_batch_tiles)
+        if max_tiles < 1 or max_batch_tiles < 1 or tokens_per_tile < 1:
+            raise ValueError("max_tiles, max_batch_tiles and tokens_per_tile must be at least 1")
         if max_wait_s < 0 or ageing_s < 0:
             raise ValueError("max_wait_s and ageing_s must not be negative")
         self.cache = cache
         self.max_tiles = max_tiles
+        self.max_batch_tiles = max_batch_tiles
         self.max_wait_s = max_wait_s
         self.ageing_s = ageing_s
         self.counters = BatcherCounters()
@@ -195,6 +199,8 @@ class TileBatcher:
         if self.due_in() != 0.0:
             return None
         self._turn = self._next_class()
+        if self._turn == "batch":
+            limit = min(limit, self.max_batch_tiles)
         queue = self._queues[self._turn]
         slices: list[TileSlice] = []
         room = limit

@@ -73,7 +73,7 @@ class Admission:
         if self._queues.num_slots_taken() + group.num_slots <= self._config.max_running:
             return True
         running = self._queues.running
-        return group.request.priority == "interactive" and any(g.request.priority == "batch" for g in running)
+        return group.priority == "interactive" and any(g.priority == "batch" for g in running)
 
     def _is_stuck(self, group: Group, num_wanting: int) -> bool:
         """Constant-time check of what the group waited for last time."""
@@ -145,7 +145,7 @@ class Admission:
         spare = self._pool.num_available - idle_hits - (self._preemption.demand(group) - len(hits)) - headroom
         victims: list[Group] = []
         if slots < 0 or spare < 0:
-            if group.request.priority == "interactive":
+            if group.priority == "interactive":
                 victims = self._victims(group, hits, slots, spare)
             if not victims:
                 return False
@@ -161,7 +161,7 @@ class Admission:
         for other in reversed(self._queues.running):
             if other.order < group.order:
                 break
-            if other.request.priority == "batch":
+            if other.priority == "batch":
                 victims.append(other)
                 slots += other.num_slots
                 spare += self._preemption.num_exclusive(other, hits) + len(other.members)

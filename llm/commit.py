@@ -9,6 +9,7 @@ from llm.beam_rounds import BeamRounds
 from llm.blocks import BlockPool
 from llm.engine_stats import EngineCounters
 from llm.outputs import TextStream, TokenText
+from llm.picks import Batch, Pick
 from llm.request import (
     Delta,
     Event,
@@ -21,7 +22,7 @@ from llm.request import (
     Usage,
 )
 from llm.sampler import token_logprob
-from llm.scheduler import Batch, Pick, Scheduler
+from llm.scheduler import Scheduler
 from llm.sequence import Group, Sequence
 from llm.visual_wants import VisualWants
 

@@ -18,9 +18,10 @@ from llm.commit import Committer
 from llm.engine_config import EngineConfig
 from llm.engine_stats import EngineCounters, EngineStats
 from llm.outputs import TextStream, TokenText
+from llm.picks import Batch
 from llm.request import Event, Failed, Prompt, Request, RequestError, SamplingParams
 from llm.sampler import SamplerState, check_params
-from llm.scheduler import Batch, Scheduler
+from llm.scheduler import Scheduler
 from llm.sequence import Group, Sequence
 from llm.visual_wants import VisualWants
 from llm.visuals import VisualSource
@@ -140,6 +141,10 @@ class Engine:
     def num_running(self) -> int:
         """Sequences that hold a slot."""
         return sum(len(group.members) for group in self._scheduler.queues.running)
+
+    @property
+    def has_interactive_running(self) -> bool:
+        return any(group.priority == "interactive" for group in self._scheduler.queues.running)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool

@@ -18,6 +18,7 @@ class EngineConfig:
     max_running: int = 16  # slots: sequences that may run at once
     max_step_tokens: int = 2048  # one budget for decodes and chunks of prompts
     min_chunk_tokens: int = 4  # a step carries at least this much of a waiting prompt
+    max_batch_chunk_tokens: int = 256  # of prompts in a step without interactive work: it must be short
     step_stretch: float | None = 2.0  # longest mixed step, in steps of decodes alone; None: fixed budget
     max_step_ms: float = 500.0  # no mixed step is planned to take longer
     max_logit_rows: int = 256  # rows a step may compute for prompt log-probabilities
@@ -35,8 +36,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.min_chunk_tokens < 1 or self.max_logit_rows < 1:
             raise ValueError("max_running, min_chunk_tokens and max_logit_rows must be at least 1")
-        if self.max_step_tokens < 1:
-            raise ValueError("max_step_tokens must be at least 1")
+        if self.max_step_tokens < 1 or self.max_batch_chunk_tokens < 1:
+            raise ValueError("max_step_tokens and max_batch_chunk_tokens must be at least 1")
         if self.step_stretch is not None and self.step_stretch <= 1.0:
             raise ValueError("step_stretch must be above 1, or None")
         if self.preemption not in ("auto", "recompute", "swap"):

@@ -34,9 +34,11 @@ class Queues:
         (self.running if group in self.running else self.waiting).remove(group)
 
     def lend_order(self, owner: Group, waiter: Group) -> None:
-        """Whoever computes blocks for an earlier request is served as early as that one."""
+        """Whoever computes blocks for an earlier request is served as early as that one, and as its class."""
         if waiter.order < owner.order:
             owner.order = waiter.order
+            if waiter.priority == "interactive":
+                owner.priority = "interactive"
             self.running.sort(key=order_of)
 
     def num_slots_taken(self) -> int:

@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from llm.admission import Admission
-from llm.backend.base import StepItem, StepPlan, VisualSlice
 from llm.blocks import BlockPool
 from llm.budget import StepBudget
 from llm.engine_config import EngineConfig
+from llm.picks import Batch, Picker
 from llm.preempt import Preemption
 from llm.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.queues import Queues, SchedulerCounters, order_of
 from llm.sequence import Group, Sequence
 from llm.speculate import NGramDraft, Speculation
-from llm.visual_wants import VisualFailure, VisualWants
-
-
-@dataclass(slots=True)
-class Pick:
-    """Positions [start, start + num_tokens) of one sequence, computed in this step."""
-
-    group: Group
-    seq: Sequence
-    num_tokens: int
-    num_logits: int
-    visuals: tuple[VisualSlice, ...] = ()
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step, decided: what to execute and whom it serves, in item order."""
-
-    picks: list[Pick] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    copied: list[Group] = field(default_factory=list)  # groups that `copies` serve
-    failures: list[tuple[Group, str, str]] = field(default_factory=list)
-    num_decodes: int = 0
-    num_chunk_tokens: int = 0
-
-    def plan(self) -> StepPlan:
-        return StepPlan(tuple([_item(pick) for pick in self.picks]), tuple(self.copies))
-
-
-def _item(pick: Pick) -> StepItem:
-    seq, start = pick.seq, pick.seq.num_computed
-    end = start + pick.num_tokens
-    if pick.num_tokens == 1:
-        token_ids: tuple[int, ...] = (seq.tokens[start],)
-    else:
-        token_ids = tuple(seq.tokens[start:end])
-        if end > len(seq.tokens):
-            token_ids += seq.draft[: end - len(seq.tokens)]
-    return StepItem(token_ids, start, tuple(seq.table), pick.num_logits, pick.visuals)
+from llm.visual_wants import VisualWants
 
 
 class Scheduler:
@@ -63,9 +24,10 @@ class Scheduler:
     1. admit: waiting groups, as long as slots and blocks for their whole known demand are there;
     2. grow: every running group gets the blocks that its tokens need, the last running group is preempted
        when none are left, so a group already served in this pass is never taken from;
-    3. pick: decodes first, each of them; then chunks, under the step's token budget.
-    Bounds, held in every history: a running sequence that only lacks its last token's KV is in every step;
-    a batch request is overtaken only by interactive ones submitted less than `ageing_s` after it.
+    3. pick: decodes first, then chunks, under the step's token budget; batch work stays out of a step that
+       computes an interactive prompt (`Picker`).
+    Bounds, held in every history: an interactive sequence that only lacks its last token's KV is in every
+    step; a batch request is overtaken only by interactive ones submitted less than `ageing_s` after it.
     """
 
     def __init__(
@@ -91,6 +53,7 @@ class Scheduler:
         self.preemption = Preemption(
             config, pool, self.prefixes, wants, self.queues, self.counters, swap_out, swap_in
         )
+        self._picker = Picker(config, wants, self.budget)
         self._admission = Admission(
             config, pool, self.prefixes, wants, self.queues, self.counters, self.preemption
         )
@@ -119,7 +82,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.propose(self.queues.running, self._pool.num_available, self._pool.block_size)
         self._grow(batch, now)
-        self._pick(batch, now)
+        self._picker.pick(self.queues.running, batch, now)
         return batch
 
     # 2. grow
@@ -187,57 +150,6 @@ class Scheduler:
             missing = pool.blocks_for(self._target(group, seq)) - len(seq.table)
             if missing > 0:
                 seq.table += pool.allocate(missing)
-
-    # 3. pick
-
-    def _pick(self, batch: Batch, now: float) -> None:
-        chunks: list[tuple[Group, Sequence, int]] = []  # up to which position
-        for group in self.queues.running:
-            members = group.scheduled_members
-            lockstep = group.beam is not None and len(group.members) > 1
-            waits = lockstep and (not group.attached or any(seq.num_pending > 1 for seq in members))
-            for seq in members:
-                pending = len(seq.tokens) - seq.num_computed
-                if waits:
-                    end = len(seq.tokens) - 1 if group.attached else (group.fork_at or 0)
-                    if end > seq.num_computed:
-                        chunks.append((group, seq, end))
-                elif pending == 1 and group.attached and seq.num_computed >= group.spans_end:
-                    num_tokens = 1 + len(seq.draft)
-                    batch.picks.append(Pick(group, seq, num_tokens, num_tokens))
-                else:
-                    chunks.append((group, seq, len(seq.tokens) if group.attached else (group.fork_at or 0)))
-        batch.num_decodes = len(batch.picks)
-        if chunks:
-            self._pick_chunks(batch, chunks, now)
-
-    def _pick_chunks(self, batch: Batch, chunks: list[tuple[Group, Sequence, int]], now: float) -> None:
-        left = self.budget.chunk_tokens(sum(pick.num_tokens for pick in batch.picks))
-        rows_left = self._config.max_logit_rows
-        for group, seq, end in chunks:
-            if left <= 0:
-                break
-            start = seq.num_computed
-            end = min(end, start + left)
-            scored = group.request.params.prompt_logprobs is not None and group.num_scored < seq.num_prompt
-            if scored:
-                end = min(end, start + rows_left)
-            visuals: tuple[VisualSlice, ...] = ()
-            if start < group.spans_end:
-                try:
-                    end, visuals = self._wants.slices(group, start, end, now)
-                except VisualFailure as failure:
-                    batch.failures.append((group, failure.code, failure.message))
-                    continue
-            if end <= start:
-                continue
-            num_logits = 1 if end == len(seq.tokens) else 0
-            if scored:
-                num_logits = end - start
-                rows_left -= num_logits
-            batch.picks.append(Pick(group, seq, end - start, num_logits, visuals))
-            batch.num_chunk_tokens += end - start
-            left -= end - start
 
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks, claims or ranks are out of order."""

@@ -113,7 +113,7 @@ class Group:
 
     `order` ranks all requests: submission time, plus the ageing time for the batch class, so that a batch
     request goes before every interactive one submitted more than that later. Smaller goes first; the
-    largest is preempted first.
+    largest is preempted first. `priority` is the request's class, or that of a request it works for.
     """
 
     __slots__ = (
@@ -139,6 +139,7 @@ class Group:
         "num_longest",
         "num_scored",
         "order",
+        "priority",
         "request",
         "rows_of",
         "spans",
@@ -153,6 +154,7 @@ class Group:
         self.request = request
         self.members = [first]  # alive ones, in choice order
         self.order = order
+        self.priority = request.priority
         self.beam: BeamSearch | None = None
         self.width = max(params.n, params.beam_width)  # slots reserved until the fork, alive members after
         self.fork_at: int | None = None  # prompt length once forked

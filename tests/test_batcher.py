@@ -105,6 +105,15 @@ def test_interactive_goes_first_and_batch_tiles_never_join_it() -> None:
     assert subject.step().finished == ("a",)
 
 
+def test_batch_tiles_come_in_short_batches_and_interactive_ones_in_whole_ones() -> None:
+    encode = FakeEncoder()
+    subject = batcher(encode, held="ab", max_tiles=4, max_batch_tiles=1)
+    subject.put_tiles("a", tiles(3), "batch")
+    assert [subject.step().num_tiles for _ in range(2)] == [1, 1]
+    subject.put_tiles("b", tiles(4))
+    assert [subject.step().num_tiles for _ in range(2)] == [4, 1]
+
+
 def test_aged_batch_work_gets_every_second_step() -> None:
     clock = Clock()
     subject = batcher(FakeEncoder(), clock=clock, ageing_s=5.0)

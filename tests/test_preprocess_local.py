@@ -22,7 +22,7 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import Idefics3Tiling
 from preprocess.types import ImageError
-from workers.preprocess_local import ByteBudget, LocalOptions, LocalPreprocess
+from workers.preprocess_local import LocalOptions, LocalPreprocess
 from workers.stages import DecodeLimits, StageUnavailable
 
 SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
@@ -226,32 +226,6 @@ def test_more_images_than_may_wait_are_refused_at_once() -> None:
             results = await asyncio.gather(*calls, return_exceptions=True)
             refused = [result for result in results if isinstance(result, StageUnavailable)]
             assert [error.code for error in refused] == ["preprocessing_overloaded"]
-
-    asyncio.run(main())
-
-
-def test_s3_decoded_bytes_in_flight_stay_within_the_budget() -> None:
-    async def main() -> None:
-        budget = ByteBudget(100)
-        held = peak = 0
-
-        async def use(num_bytes: int) -> None:
-            nonlocal held, peak
-            async with budget.hold(num_bytes):
-                held += num_bytes
-                peak = max(peak, held)
-                await asyncio.sleep(0)
-                held -= num_bytes
-
-        tasks = [asyncio.create_task(use(size)) for size in (60, 60, 30, 100, 10, 90, 1) * 3]
-        await asyncio.sleep(0)
-        for task in tasks[3::5]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert 0 < peak <= 100
-        # whatever was cancelled, all of it is free again, and more than all of it is served alone
-        async with budget.hold(1_000):
-            pass
 
     asyncio.run(main())
 

@@ -184,6 +184,90 @@ def test_interactive_prompts_are_computed_before_earlier_batch_prompts() -> None
     harness.run()
 
 
+def busy_with_batch(harness: Harness, count: int = 6) -> None:
+    for i in range(count):
+        harness.submit(request_of(f"b{i}", prompt_of([i] * 30), "batch", max_tokens=40))
+    for _ in range(9):
+        harness.step()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([4, 16, 64]), st.sampled_from([3, 8]), st.integers(0, 6))
+def test_beside_batch_work_a_first_token_takes_as_many_steps_as_on_an_idle_engine(
+    length: int, max_step_tokens: int, max_running: int, num_batch: int
+) -> None:
+    """users.md S7: whatever runs, and also when all slots are taken."""
+
+    def steps_to_first(num_batch: int) -> int:
+        harness = Harness(num_blocks=200, max_step_tokens=max_step_tokens, max_running=max_running)
+        busy_with_batch(harness, num_batch)
+        harness.submit(request_of("now", prompt_of([20 + i % 9 for i in range(length)])))
+        before = len(harness.backend.plans)
+        while ("now", 0) not in harness.answers:
+            harness.step()
+            plan = harness.backend.plans[-1]
+            assert len(plan.items) == 1  # nothing of the batch shares the prompt's steps
+        steps = len(harness.backend.plans) - before
+        harness.run()
+        harness.assert_clean()
+        return steps
+
+    assert steps_to_first(num_batch) == steps_to_first(0)
+
+
+def test_batch_work_goes_on_while_an_interactive_prompt_waits_for_its_image() -> None:
+    harness = Harness(num_blocks=200, encodes=False)
+    busy_with_batch(harness, 2)
+    harness.submit(request_of("now", prompt_of([9] * 2, ("img", 4)), max_tokens=3))
+    for _ in range(4):
+        harness.step()
+        assert len(harness.backend.plans[-1].items) >= 2
+    harness.encode(image_key("img"))
+    harness.step()
+    assert ("now", 0) in harness.answers
+    harness.run()
+
+
+def test_aged_batch_work_shares_the_steps_of_interactive_prompts() -> None:
+    """Endless interactive prompts hold a batch up for no longer than its ageing time."""
+    clock = FakeClock()
+    harness = Harness(num_blocks=400, max_step_tokens=8, clock=clock, ageing_s=5.0, prefix_cache=False)
+    harness.submit(request_of("batch", prompt_of([1] * 4), "batch", max_tokens=30))
+    harness.step()
+    for number in range(40):
+        clock.now += 0.5
+        harness.submit(request_of(f"i{number}", prompt_of([number % 30] * 8), max_tokens=1))
+        harness.step()
+    assert len(harness.answer("batch").token_ids) > 15
+    harness.run()
+
+
+def test_a_step_of_batch_work_alone_is_short() -> None:
+    harness = Harness(num_blocks=200, max_step_tokens=64, max_batch_chunk_tokens=10)
+    for i in range(3):
+        harness.submit(request_of(f"b{i}", prompt_of([i] * 30), "batch", max_tokens=5))
+    harness.run()
+    assert all(
+        sum(len(item.token_ids) for item in plan.items if len(item.token_ids) > 1) <= 10
+        for plan in harness.backend.plans
+    )
+
+
+def test_batch_work_that_computes_an_interactive_requests_prefix_counts_as_interactive() -> None:
+    harness = Harness(num_blocks=200, max_step_tokens=8)
+    busy_with_batch(harness, 3)
+    shared = [7] * 24
+    harness.submit(request_of("owner", prompt_of(shared), "batch", max_tokens=20))
+    harness.step()
+    harness.submit(request_of("now", prompt_of([*shared, 1, 2])))
+    steps = 0
+    while ("now", 0) not in harness.answers:
+        harness.step()
+        steps += 1
+    assert steps <= 5
+    harness.run()
+
+
 @pytest.mark.parametrize("settings_", [{}, {"prefix_cache": False}])
 def test_a_hit_never_covers_the_last_token(settings_: dict[str, Any]) -> None:
     """A fully cached prompt still yields logits; text-only prompts hit too."""

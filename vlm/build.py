@@ -65,6 +65,7 @@ def _tile_batcher(encoder: Encoder, options: EngineOptions) -> TileBatcher:
         VisualCache(options.visual_cache_mb * MEBIBYTE),
         tokens_per_tile=encoder.tokens_per_tile,
         max_tiles=options.max_tiles_per_step,
+        max_batch_tiles=max(1, encoder.tiles_per_forward // 8),  # short, for little more per tile
     )
 
 

@@ -35,7 +35,7 @@ from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.engine_client import EngineClient, EngineUnavailable
-from workers.stages import PreprocessStage, StageUnavailable
+from workers.stages import PreprocessStage, StageUnavailable, Urgency
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class _Flight:
     task: asyncio.Task[None] | None = None
     elapsed_ms: float = 0.0
     waiters: set[str] = field(default_factory=set)
+    urgency: Urgency = field(default_factory=lambda: Urgency("batch"))  # until an interactive request joins
 
 
 class Pipeline:
@@ -181,7 +182,7 @@ class Pipeline:
                 async for event in events:
                     match event:
                         case WantVisual(key=key):
-                            joined.append(self._join_flight(images[key], request_id))
+                            joined.append(self._join_flight(images[key], prepared.request))
                         case Finished(timings=timings) if timings:
                             outside_ms = (submitted - prepared.started) * 1e3
                             yield replace(event, timings=_from_request_read(timings, outside_ms, joined))
@@ -190,13 +191,16 @@ class Pipeline:
         finally:
             self._leave_flights(request_id)
 
-    def _join_flight(self, image: PlannedImage, request_id: str) -> _Flight:
+    def _join_flight(self, image: PlannedImage, request: Request) -> _Flight:
         """Single flight: the tiles of an image are made once, however many requests wait for them."""
         flight = self._flights.get(image.key)
         if flight is None:
             flight = self._flights[image.key] = _Flight()
+        if request.priority == "interactive":
+            flight.urgency.priority = "interactive"
+        if flight.task is None:
             flight.task = asyncio.create_task(self._make_tiles(image, flight))
-        flight.waiters.add(request_id)
+        flight.waiters.add(request.id)
         return flight
 
     def _leave_flights(self, request_id: str) -> None:
@@ -211,7 +215,11 @@ class Pipeline:
         started = time.monotonic()
         try:
             tiles = await self.preprocess.tiles(
-                image.data, image.spec, self.limits, deadline_s=self.image_deadline_s
+                image.data,
+                image.spec,
+                self.limits,
+                deadline_s=self.image_deadline_s,
+                urgency=flight.urgency,
             )
             flight.elapsed_ms = (time.monotonic() - started) * 1e3
             await self.engine.put_tiles(image.key, await asyncio.to_thread(to_bytes, tiles))

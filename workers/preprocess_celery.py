@@ -25,6 +25,7 @@ from workers.redis_client import connect
 from workers.stages import (
     MAX_ATTEMPTS,
     DecodeLimits,
+    Urgency,
     deadline_passed,
     overloaded,
     processing_failed,
@@ -73,7 +74,14 @@ class CeleryPreprocess:
         self._app.close()
 
     async def tiles(
-        self, data: bytes, spec: PreprocessSpec, limits: ImageLimits, *, deadline_s: float, page: int = 0
+        self,
+        data: bytes,
+        spec: PreprocessSpec,
+        limits: ImageLimits,
+        *,
+        deadline_s: float,
+        page: int = 0,
+        urgency: Urgency | None = None,
     ) -> Tiles:
         open_header(data, limits, page)
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())

@@ -7,6 +7,7 @@ import asyncio
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import Tiles
+from workers.stages import Urgency
 
 
 class InlinePreprocess:
@@ -19,6 +20,13 @@ class InlinePreprocess:
         return
 
     async def tiles(
-        self, data: bytes, spec: PreprocessSpec, limits: ImageLimits, *, deadline_s: float, page: int = 0
+        self,
+        data: bytes,
+        spec: PreprocessSpec,
+        limits: ImageLimits,
+        *,
+        deadline_s: float,
+        page: int = 0,
+        urgency: Urgency | None = None,
     ) -> Tiles:
         return await asyncio.to_thread(preprocess, data, spec, limits, page)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,13 @@ from workers.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.stages import (
     MAX_ATTEMPTS,
     DecodeLimits,
+    Urgency,
     deadline_passed,
     overloaded,
     processing_failed,
     unreachable,
 )
+from workers.turns import Turns
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _BYTES_PER_PIXEL = 4  # of a decoded image in memory
@@ -51,7 +50,7 @@ class LocalPreprocess:
     def __init__(self, processes: int = 2, options: LocalOptions | None = None) -> None:
         self._num_processes = processes
         self._options = options or LocalOptions()
-        self._budget = ByteBudget(self._options.max_inflight_bytes)
+        self._turns = Turns(processes, self._options.max_inflight_bytes)
         self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
         self._processes: set[DecodeProcess] = set()
         self._attempts: set[asyncio.Task[Any]] = set()
@@ -78,7 +77,14 @@ class LocalPreprocess:
         self._processes.clear()
 
     async def tiles(
-        self, data: bytes, spec: PreprocessSpec, limits: ImageLimits, *, deadline_s: float, page: int = 0
+        self,
+        data: bytes,
+        spec: PreprocessSpec,
+        limits: ImageLimits,
+        *,
+        deadline_s: float,
+        page: int = 0,
+        urgency: Urgency | None = None,
     ) -> Tiles:
         header = open_header(data, limits, page)
         if self._waiting >= self._options.max_waiting:
@@ -93,7 +99,8 @@ class LocalPreprocess:
         self._waiting += 1
         try:
             async with asyncio.timeout(deadline_s):
-                async with self._budget.hold(header.width * header.height * _BYTES_PER_PIXEL):
+                num_bytes = header.width * header.height * _BYTES_PER_PIXEL
+                async with self._turns.hold(num_bytes, urgency or Urgency()):
                     while failures < MAX_ATTEMPTS:
                         try:
                             return await self._attempt(frame, data, hang_s=deadline_s / 2)
@@ -223,42 +230,6 @@ class DecodeProcess:
                 raise EOFError
             view = view[received:]
         return buffer
-
-
-class ByteBudget:
-    """A bound on bytes held at once; whoever asks first is served first, a request above it alone."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
-        self._free = total_bytes
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @contextlib.asynccontextmanager
-    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        num_bytes = min(num_bytes, self._total)
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (num_bytes, granted)
-        self._queue.append(entry)
-        self._grant()
-        try:
-            await granted
-            yield
-        finally:
-            if granted.done() and not granted.cancelled():
-                self._free += num_bytes
-            else:
-                self._queue.remove(entry)
-            self._grant()
-
-    def _grant(self) -> None:
-        while self._queue:
-            num_bytes, granted = self._queue[0]
-            # the owner of a cancelled entry is about to remove it and to ask again
-            if granted.cancelled() or num_bytes > self._free:
-                return
-            self._queue.popleft()
-            self._free -= num_bytes
-            granted.set_result(None)
 
 
 def _child_environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ from llm.engine import Engine
 from llm.request import Event, Failed, Finished, Priority, Request, VisualKey, WantVisual
 from llm.visuals import VisualSource
 from preprocess.wire import from_bytes
+from workers.pieces import Pieces
 from workers.streams import is_last
 
 BAD_TILES = ("image_processing_failed", "The image could not be processed.")
@@ -39,7 +40,8 @@ class CachedVisuals:
 
 class EngineRunner:
     """Steps the encoder's batcher and the engine in turn, so that an encode never delays a running stream by
-    more than one tile batch. Not thread-safe: one owner."""
+    more than one tile batch: of `busy_max_tiles` while somebody reads along, which of batch work nobody does.
+    What arrives waits for one of the two at most. Not thread-safe: one owner."""
 
     def __init__(
         self,
@@ -53,8 +55,10 @@ class EngineRunner:
         self._visuals = CachedVisuals(batcher)
         self.engine = make_engine(self._visuals)
         self._about = about or {}
-        self._busy_max_tiles = busy_max_tiles  # tiles per step while streams run
+        self._busy_max_tiles = min(busy_max_tiles, batcher.max_tiles)
         self._priorities: dict[str, Priority] = {}  # of live requests
+        self._has_encoded = False  # in the latest step
+        self._pieces = Pieces(self._priorities.get)
         self._wanted: dict[VisualKey, Priority] = {}  # keys asked for whose tiles have not come
 
     def info(self) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class EngineRunner:
 
     def cancel(self, request_id: str) -> None:
         self.engine.cancel(request_id)
-        self._priorities.pop(request_id, None)
+        self._forget(request_id)
 
     def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
         """Tiles in wire format; damaged ones fail the requests that wait for them."""
@@ -111,10 +115,15 @@ class EngineRunner:
         self._batcher.fail(key, (code, message))
 
     def step(self) -> list[Event]:
-        """At most one tile batch, then at most one engine step."""
-        busy = self.engine.num_running > 0
-        self._batcher.step(self._busy_max_tiles if busy else None)
-        return [event for event in self.engine.step() if self._note(event)]
+        """One tile batch or one engine step, in turn while both have work."""
+        if self._batcher.due_in() == 0.0 and not (self._has_encoded and self.engine.has_work):
+            self._has_encoded = True
+            busy = self.engine.has_interactive_running
+            self._batcher.step(self._busy_max_tiles if busy else None)
+            return []
+        self._has_encoded = False
+        told = self._pieces.join(self.engine.step())
+        return [event for event in told if self._note(event)]
 
     def _note(self, event: Event) -> bool:
         """Keeps the books; False for a wish whose tiles have already come for another request."""
@@ -125,8 +134,12 @@ class EngineRunner:
                 if self._priorities.get(request_id) == "interactive" or key not in self._wanted:
                     self._wanted[key] = self._priorities.get(request_id, "interactive")
             case Failed() | Finished() if is_last(event):
-                self._priorities.pop(event.request_id, None)
+                self._forget(event.request_id)
         return True
+
+    def _forget(self, request_id: str) -> None:
+        self._priorities.pop(request_id, None)
+        self._pieces.forget(request_id)
 
     def stats(self) -> dict[str, Any]:
         cache = self._batcher.cache

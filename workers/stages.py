@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
 from preprocess.types import ImageError, Tiles
@@ -23,6 +24,13 @@ class StageUnavailable(Exception):
         self.message = message
 
 
+@dataclass(slots=True)
+class Urgency:
+    """Of an image: batch work may become interactive while it waits, when such a request joins it."""
+
+    priority: Priority = "interactive"
+
+
 class PreprocessStage(Protocol):
     """Tiles of images, decoded somewhere off the serving path."""
 
@@ -31,11 +39,19 @@ class PreprocessStage(Protocol):
     async def close(self) -> None: ...
 
     async def tiles(
-        self, data: bytes, spec: PreprocessSpec, limits: ImageLimits, *, deadline_s: float, page: int = 0
+        self,
+        data: bytes,
+        spec: PreprocessSpec,
+        limits: ImageLimits,
+        *,
+        deadline_s: float,
+        page: int = 0,
+        urgency: Urgency | None = None,
     ) -> Tiles:
         """Raises ImageError for an image that will never do, StageUnavailable for one that may do later.
 
-        An image whose decoder dies or hangs is tried MAX_ATTEMPTS times in all.
+        An image whose decoder dies or hangs is tried MAX_ATTEMPTS times in all. Interactive images, the
+        default, are decoded before those of batch work.
         """
         ...
 

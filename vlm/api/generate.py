@@ -58,7 +58,7 @@ class Generation:
                     match event:
                         case Delta(choice=choice):
                             self.ticket.begun()
-                            if choice in last_token:
+                            if choice in last_token and self.prepared.request.priority == "interactive":
                                 metrics.itl.observe(now - last_token[choice])
                             elif not last_token:
                                 metrics.ttft.observe(now - arrived)
