@@ -23,15 +23,17 @@ from conftest import RedisServer
 from hostile_images import many_scan_jpeg
 from PIL import Image
 
+from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import Idefics3Tiling
-from preprocess.types import ImageError
+from preprocess.types import ImageError, Tiles
 from workers.blobs import open_store
 from workers.celery_app import PREPROCESS_QUEUE
 from workers.preprocess_celery import CeleryPreprocess
+from workers.queue_stats import QueueStats
 from workers.redis_client import connect
-from workers.stages import DecodeLimits, StageUnavailable
+from workers.stages import DecodeLimits, StageUnavailable, Urgency
 
 pytestmark = pytest.mark.redis
 
@@ -216,6 +218,32 @@ def test_d9_image_that_decodes_for_ever_ends_after_three_attempts(
                 await stage.tiles(many_scan_jpeg(4096, 60_000), SPEC, LIMITS, deadline_s=100)
             assert caught.value.code == "image_processing_failed"
             await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+
+    asyncio.run(main())
+
+
+def test_s7_interactive_images_pass_the_batch_images_in_the_queue(redis_url: str) -> None:
+    async def main() -> None:
+        client = connect(redis_url)
+        length = lambda: QueueStats(client).read([])[PREPROCESS_QUEUE]["length"]  # noqa: E731
+        async with stage_at(redis_url) as stage:
+
+            def ask(data: bytes, priority: Priority) -> asyncio.Task[Tiles]:
+                return asyncio.create_task(
+                    stage.tiles(data, SPEC, LIMITS, deadline_s=100, urgency=Urgency(priority))
+                )
+
+            batch = [ask(many_scan_jpeg(4096, 800 + number), "batch") for number in range(2)]
+            await until(lambda: length() == 2)
+            interactive = ask(png(), "interactive")
+            await until(lambda: length() == 3)
+            with celery_worker(redis_url, concurrency=1):
+                await interactive
+                assert not any(task.done() for task in batch)
+                for task in batch:
+                    task.cancel()
+                await asyncio.gather(*batch, return_exceptions=True)
+        client.close()
 
     asyncio.run(main())
 

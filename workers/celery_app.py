@@ -6,10 +6,14 @@ import socket
 from typing import Any
 
 from celery import Celery
+from kombu import Exchange, Queue
 
 PREPROCESS_QUEUE = "preprocess"
 TILES_TASK = "preprocess.tiles"
+BATCH_PRIORITY = 9  # the last of Redis's four lists per queue; interactive messages are in the first
+BATCH_SUFFIX = "\x06\x169"  # of its name, by the transport's rule
 
+PASSING_S = 3600.0  # above any deadline of what such a queue holds
 _SOCKET_TIMEOUT_S = 5.0  # above the second that a worker's blocking read takes
 
 
@@ -44,8 +48,16 @@ def make_app(broker_url: str) -> Celery:
     return app
 
 
-def thread_worker(app: Celery, queue: str, concurrency: int, name: str) -> Any:
+def passing_queue(name: str) -> Queue:
+    """A queue of a worker that may go for good: what is in it ends PASSING_S after the last message came."""
+    return Queue(name, Exchange(name), name, expires=PASSING_S)
+
+
+def thread_worker(app: Celery, queue: str | Queue, concurrency: int, name: str) -> Any:
     """A worker on one queue whose tasks are threads of this process. They keep their own deadlines."""
+    if isinstance(queue, Queue):
+        app.conf.task_queues = [queue]
+        queue = str(queue.name)
     return app.Worker(
         pool="threads",
         concurrency=concurrency,

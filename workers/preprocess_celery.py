@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,8 @@ from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.types import ImageError, Tiles
 from preprocess.wire import from_bytes
 from workers.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
-from workers.celery_app import PREPROCESS_QUEUE, TILES_TASK, make_app
+from workers.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
+from workers.cluster import SENT_HEADER
 from workers.ledger import WorkLedger
 from workers.redis_client import connect
 from workers.stages import (
@@ -31,6 +33,7 @@ from workers.stages import (
     processing_failed,
     unreachable,
 )
+from workers.streams import end_tasks
 from workers.tasks import TilesJob
 
 log = logging.getLogger(__name__)
@@ -65,9 +68,7 @@ class CeleryPreprocess:
 
     async def close(self) -> None:
         if self._listener is not None:
-            self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
+            await end_tasks(self._listener)
         await asyncio.to_thread(self._threads.shutdown)
         self._store.close()
         self._ledger_client.close()
@@ -93,7 +94,7 @@ class CeleryPreprocess:
             page=page,
             cpu_s=self._limits.cpu_within(deadline_s),
         )
-        waiter = _Waiter(job, data, deadline_s)
+        waiter = _Waiter(job, data, deadline_s, urgency or Urgency())
         wakers = self._wakers.setdefault(job.key, set())
         wakers.add(waiter.woken)
         try:
@@ -124,7 +125,8 @@ class CeleryPreprocess:
             if tiles is not None:
                 return tiles
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiter.woken.wait(), _POLL_S)
+                async with asyncio.timeout(_POLL_S):
+                    await waiter.woken.wait()
 
     def _advance(self, waiter: _Waiter) -> Tiles | None:
         """The tiles, if they are there; else whatever gets them made. Runs in a thread.
@@ -164,6 +166,8 @@ class CeleryPreprocess:
             TILES_TASK,
             kwargs=job.to_json(),
             queue=PREPROCESS_QUEUE,
+            headers={SENT_HEADER: time.time()},
+            priority=BATCH_PRIORITY if waiter.urgency.priority == "batch" else 0,
             time_limit=max(2.0, waiter.deadline_s / 2),
             retry=True,
             retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0},
@@ -197,10 +201,11 @@ class CeleryPreprocess:
 
 
 class _Waiter:
-    def __init__(self, job: TilesJob, data: bytes, deadline_s: float) -> None:
+    def __init__(self, job: TilesJob, data: bytes, deadline_s: float, urgency: Urgency) -> None:
         self.id = uuid.uuid4().hex
         self.job = job
         self.data = data
         self.deadline_s = deadline_s
+        self.urgency = urgency
         self.woken = asyncio.Event()
         self.away = False  # Redis did not answer last time

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workers.celery_app import PREPROCESS_QUEUE
+from workers.celery_app import BATCH_SUFFIX, PREPROCESS_QUEUE
 from workers.cluster import ENCODE_QUEUE, SENT_HEADER, generate_queue
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class QueueStats:
-    """Looks at the broker's lists, where the oldest message is the last. May raise `redis.RedisError`."""
+    """Looks at the broker's lists, two to a queue, where the oldest message is the last. May raise
+    `redis.RedisError`."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -24,12 +25,15 @@ class QueueStats:
         names = [PREPROCESS_QUEUE, ENCODE_QUEUE, *(generate_queue(name) for name in replicas)]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in names:
-                pipeline.llen(name)
-                pipeline.lindex(name, -1)
-            values = pipeline.execute()
+                for key in (name, name + BATCH_SUFFIX):
+                    pipeline.llen(key)
+                    pipeline.lindex(key, -1)
+            values = iter(pipeline.execute())
         return {
-            name: {"length": float(length), "oldest_age_s": _age_s(oldest)}
-            for name, length, oldest in zip(names, values[::2], values[1::2], strict=True)
+            name: {"length": float(length + batch), "oldest_age_s": max(_age_s(oldest), _age_s(oldest_batch))}
+            for name, length, oldest, batch, oldest_batch in zip(
+                names, values, values, values, values, strict=True
+            )
         }
 
 
