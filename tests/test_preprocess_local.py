@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import signal
@@ -131,6 +132,27 @@ def test_process_killed_while_idle_costs_nobody_an_answer() -> None:
             calls = [stage.tiles(png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(4)]
             assert len(await asyncio.gather(*calls)) == 4
             assert len(stage.pids) == 2
+
+    asyncio.run(main())
+
+
+def test_a_system_without_room_for_a_process_costs_an_error_and_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            os.kill(stage.pids[0], signal.SIGKILL)
+            with monkeypatch.context() as full:
+                full.setattr("workers.preprocess_local.subprocess.Popen", no_room)
+                for _ in range(3):
+                    with pytest.raises(StageUnavailable):
+                        await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+                assert stage.pids == []
+            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            assert len(stage.pids) == 1
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
 
     asyncio.run(main())
 

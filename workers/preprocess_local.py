@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from workers.stages import (
 )
 from workers.turns import Turns
 
+logger = logging.getLogger(__name__)
+
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _BYTES_PER_PIXEL = 4  # of a decoded image in memory
 
@@ -51,7 +54,9 @@ class LocalPreprocess:
         self._num_processes = processes
         self._options = options or LocalOptions()
         self._turns = Turns(processes, self._options.max_inflight_bytes)
-        self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
+        self._idle: asyncio.Queue[DecodeProcess | None] = (
+            asyncio.Queue()
+        )  # None: its process is to be started
         self._processes: set[DecodeProcess] = set()
         self._attempts: set[asyncio.Task[Any]] = set()
         self._waiting = 0
@@ -131,10 +136,13 @@ class LocalPreprocess:
             task.exception()
 
     async def _use(
-        self, process: DecodeProcess, frame: dict[str, Any], data: bytes, hang_s: float
+        self, process: DecodeProcess | None, frame: dict[str, Any], data: bytes, hang_s: float
     ) -> tuple[dict[str, Any], bytearray]:
-        if process.ended_idle:  # no image is to blame
+        if process is None or process.ended_idle:  # no image is to blame
             process = await self._successor(process)
+            if process is None:
+                self._idle.put_nowait(None)
+                raise unreachable()
         up = False
         try:
             async with asyncio.timeout(hang_s):
@@ -154,11 +162,18 @@ class LocalPreprocess:
         else:
             self._idle.put_nowait(await self._successor(process))
 
-    async def _successor(self, process: DecodeProcess) -> DecodeProcess:
-        self._processes.discard(process)
-        await process.kill()
+    async def _successor(self, process: DecodeProcess | None) -> DecodeProcess | None:
+        """None where the system has no room for a process now: the next image tries again."""
+        if process is not None:
+            self._processes.discard(process)
+            await process.kill()
+        try:
+            started = self._spawn()
+        except OSError:
+            logger.warning("a decode process can't be started", exc_info=True)
+            return None
         self.restarts += 1
-        return self._spawn()
+        return started
 
     def _spawn(self) -> DecodeProcess:
         process = DecodeProcess(self._options.limits.memory_bytes)
@@ -170,9 +185,10 @@ class DecodeProcess:
     """A child and the socket to it; its first frame says that it is up."""
 
     def __init__(self, memory_bytes: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "workers.decode_process", "--fd", str(theirs.fileno())]
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-m", "workers.decode_process", "--fd", str(theirs.fileno())]
+        try:
             self._child = subprocess.Popen(
                 [*command, "--memory-bytes", str(memory_bytes)],
                 stdin=subprocess.DEVNULL,
@@ -180,8 +196,11 @@ class DecodeProcess:
                 process_group=0,  # Ctrl-C would reach it before it ignores it
                 env=_child_environment(),
             )
-        ours.setblocking(False)
-        self._socket = ours
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
         self._starting = asyncio.Lock()
         self._up = False
 
