@@ -19,17 +19,16 @@ import numpy as np
 import openai
 import pytest
 from celery_worker import celery_worker
-from cluster_processes import cluster_worker
 from conftest import RedisServer
 from fake_engine_client import ask, image_part, model_spec
 from live_serve import ROOT, LiveServe, vlm_serve
 from PIL import Image
+from topologies import TOPOLOGIES, topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHAT = "/v1/chat/completions"
 SAMPLES = ROOT / "vlm" / "samples"
-TOPOLOGIES = ["local", *(pytest.param(name, marks=pytest.mark.redis) for name in ("celery", "cluster"))]
 
 
 def sample() -> tuple[bytes, list[tuple[str, str]]]:
@@ -46,23 +45,8 @@ def noise(seed: int, width: int, height: int, form: str = "JPEG") -> bytes:
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe]:
-    folder = tmp_path_factory.mktemp("serve")
-    if request.param == "local":
-        with vlm_serve(folder) as live:
-            yield live
-        return
-    redis = RedisServer(tmp_path_factory.mktemp("redis"))
-    redis.start()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(celery_worker(redis.url, concurrency=2))
-            if request.param == "cluster":
-                for kind in ("encode", "generate", "generate"):
-                    stack.enter_context(cluster_worker(kind, redis.url))
-            remote = request.param == "cluster"
-            yield stack.enter_context(vlm_serve(folder, broker=redis.url, remote_engine=remote))
-    finally:
-        redis.stop()
+    with topology(request.param, tmp_path_factory.mktemp) as (live, _):
+        yield live
 
 
 @pytest.fixture
@@ -115,7 +99,7 @@ def test_every_way_in_gives_equal_answers_and_counts(server: LiveServe) -> None:
 _ANSWERS: dict[str, Any] = {}
 
 
-def test_both_topologies_answer_alike(server: LiveServe, request: pytest.FixtureRequest) -> None:
+def test_all_topologies_answer_alike(server: LiveServe) -> None:
     """Equal answers, token counts and ids, whoever decodes."""
     seen = []
     with server.client() as http:

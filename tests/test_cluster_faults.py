@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SPEC = ModelSpec.load(DEFAULT_MODEL)
 SMALL = ("--kv-cache-mb", "16")
+SHORT = SamplingParams(max_tokens=24)
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, temperature=1.0, seed=7)
 
 
@@ -141,6 +142,56 @@ def test_encode_worker_killed_in_mid_batch_is_followed_by_whoever_is_there(
             )
 
     asyncio.run(main())
+
+
+def test_encode_worker_killed_among_many_images_of_its_batches_loses_none(
+    redis_server: RedisServer, replica: ClusterWorker, client: redis.Redis
+) -> None:
+    """Stopped when the first of 24 images is through, so that others' tiles are in the step that runs, then
+    killed. Its colleague, frozen so far, does what it left: the replica encodes nothing."""
+
+    def names(start: str) -> set[str]:
+        return {key.decode().removeprefix(start) for key in client.scan_iter(f"{start}*", count=1000)}
+
+    def leased() -> set[str]:
+        return names(f"vlm:{ENCODE_QUEUE}:lease:")
+
+    def through() -> set[str]:
+        return names("vlm:visual:")
+
+    async def main() -> None:
+        url = redis_server.url
+        async with node(url, image_deadline_s=60.0) as (pipeline, engine):
+            with cluster_worker("encode", url) as victim, cluster_worker("encode", url) as other:
+                await until(lambda: len(engine.info["encoders"]) == 2)
+                await freeze(other, client, num_others=2)
+                asked = [asyncio.create_task(ask(pipeline, f"r{s}", picture(s), SHORT)) for s in range(24)]
+                await until(lambda: bool(through()))
+                victim.signal(signal.SIGSTOP)
+                held = leased() - through()
+                assert len(held) >= 3, "the worker was through before it was stopped"
+                victim.kill()
+                other.signal(signal.SIGCONT)
+                answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
+                assert held <= through()
+            assert (await engine.stats())["encoder"]["tiles"] == 0
+        assert [text_of(events) for events in answers] == await local_answers(range(24), SHORT)
+        for events in answers:
+            assert sum(isinstance(event, Finished) for event in events) == 1
+
+    asyncio.run(main())
+
+
+async def freeze(worker: ClusterWorker, client: redis.Redis, num_others: int) -> None:
+    """Stops it, and parts it from the queue: else a message that its read was handed waits for it."""
+
+    def reading() -> list[str]:
+        return [connection["addr"] for connection in client.client_list() if connection["cmd"] == "brpop"]
+
+    worker.signal(signal.SIGSTOP)
+    for address in reading():
+        client.client_kill(address)
+    await until(lambda: len(reading()) == num_others)  # who runs on comes back
 
 
 def all_done(tasks: list[asyncio.Task[list[Event]]]) -> bool:

@@ -49,7 +49,10 @@ def make_app(broker_url: str) -> Celery:
 
 
 def passing_queue(name: str) -> Queue:
-    """A queue of a worker that may go for good: what is in it ends PASSING_S after the last message came."""
+    """A queue of a worker that may go for good: what is in it ends PASSING_S after the last message came.
+
+    Workers that still run forget its place among Celery's queues some time later.
+    """
     return Queue(name, Exchange(name), name, expires=PASSING_S)
 
 

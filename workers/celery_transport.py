@@ -1,4 +1,7 @@
-"""Kombu's Redis transport, whose lost channels say so in a way that Celery's workers survive."""
+"""Kombu's Redis transport, whose lost channels say so in a way that Celery's workers survive.
+
+Messages that it gives back to a replica's queue end with it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
+
+from workers.celery_app import PASSING_S
+from workers.cluster import GENERATE_PREFIX
 
 
 class LastingChannel(kombu_redis.Channel):
@@ -21,6 +27,16 @@ class LastingChannel(kombu_redis.Channel):
             raise redis.ConnectionError("the channel's connection was lost")
         parameters: dict[str, Any] = super()._connparams(asynchronous=asynchronous)
         return parameters
+
+    def _do_restore_message(
+        self, payload: Any, exchange: str, routing_key: str, pipe: Any, leftmost: bool = False
+    ) -> None:
+        """What a dead replica did not acknowledge goes back into its queue, which nobody reads."""
+        super()._do_restore_message(payload, exchange, routing_key, pipe, leftmost)
+        for queue in self._lookup(exchange, routing_key):
+            if queue.startswith(GENERATE_PREFIX):
+                for priority in self.priority_steps:
+                    pipe.expire(self._q_for_pri(queue, priority), round(PASSING_S))
 
 
 class LastingTransport(kombu_redis.Transport):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 GENERATE_TASK = "generate.run"
 ENCODE_TASK = "encode.image"
 ENCODE_QUEUE = "encode"
+GENERATE_PREFIX = "generate."  # of replicas' queues
 SENT_HEADER = "vlm-sent-at"  # time.time() of whoever sent a message
 NODE, REPLICA, ENCODER = "node", "replica", "encoder"
 TILES_TTL_S = 120.0
@@ -25,7 +26,7 @@ _MARK_MARGIN_S = 60.0
 
 
 def generate_queue(replica: str) -> str:
-    return f"generate.{replica}"
+    return GENERATE_PREFIX + replica
 
 
 def encoder_tiles_blob(key: str) -> str:

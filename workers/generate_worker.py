@@ -11,7 +11,7 @@ from typing import Any
 
 from celery.signals import worker_shutting_down
 
-from workers.celery_app import make_app, thread_worker
+from workers.celery_app import make_app, passing_queue, thread_worker
 from workers.cluster import GENERATE_TASK, GenerateJob, generate_queue
 from workers.replica import Replica
 from workers.runner import EngineRunner
@@ -48,7 +48,7 @@ def run(
         replica.drain()
 
     worker_shutting_down.connect(drain, weak=False)
-    worker = thread_worker(app, generate_queue(name), concurrency, f"generate-{name}")
+    worker = thread_worker(app, passing_queue(generate_queue(name)), concurrency, f"generate-{name}")
     replica.start()
     try:
         worker.start()

@@ -16,7 +16,7 @@ from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey, WantVisual
 from workers.blobs import open_store
-from workers.celery_app import make_app
+from workers.celery_app import make_app, passing_queue
 from workers.cluster import (
     ENCODE_QUEUE,
     ENCODER,
@@ -243,7 +243,7 @@ class RemoteEngine:
         self._app.send_task(
             GENERATE_TASK,
             kwargs=asdict(job),
-            queue=queue,
+            queue=passing_queue(queue),
             headers={SENT_HEADER: job.sent_at},
             retry=True,
             retry_policy=SEND_RETRY,
@@ -253,7 +253,9 @@ class RemoteEngine:
         """The next event for the caller; replaces lost attempts. Raises RequestError."""
         while True:
             try:
-                event = await asyncio.wait_for(call.events.get(), max(0.0, call.left_s))
+                # not `wait_for`, which swallows a cancellation that comes along with an event (Python < 3.12)
+                async with asyncio.timeout(call.left_s):
+                    event = await call.events.get()
             except TimeoutError:
                 return Failed(call.request.id, *TIMED_OUT)
             if isinstance(event, Refused):

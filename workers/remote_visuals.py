@@ -109,7 +109,8 @@ class RemoteVisuals:
                 settled = await self._advance(flight)
                 if not settled:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(flight.woken.wait(), _POLL_S)
+                        async with asyncio.timeout(_POLL_S):
+                            await flight.woken.wait()
         finally:
             self._leave(flight)
 
