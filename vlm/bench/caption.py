@@ -1,11 +1,13 @@
-"""`vlm bench caption`: whole runs over generated folders, beside a loop of transformers."""
+"""`vlm bench caption`: whole runs over generated folders.
+
+Parts: pages (beside a loop of transformers), orders (instruction or image first), reading (character error
+rate beside the card's), beside (interactive requests while a batch runs), kills (SIGKILL, restart), memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from llm.request import Delta, SamplingParams
+from llm.request import SamplingParams
 from preprocess.pages import PageLimits
-from vlm.bench.pages import draw_page, encode, make_folder
-from vlm.bench.report import report, result, spread, tree_cpu_seconds
+from vlm.bench.caption_beside import beside_interactive
+from vlm.bench.caption_kills import kills
+from vlm.bench.caption_memory import memory
+from vlm.bench.caption_reading import reading
+from vlm.bench.pages import draw_page, encode
+from vlm.bench.report import report, result, say, spread, tree_cpu_seconds
 from vlm.build import build_served_pipeline
 from vlm.caption.app import engine_options, make_run
 from vlm.caption.inputs import find_sources
@@ -29,7 +33,7 @@ from vlm.caption.rasterise import PageRenderer
 from vlm.caption.runner import RunOptions
 from vlm.caption.stats import RunStats
 from vlm.config import DEFAULT_MODEL, ServeConfig
-from vlm.pipeline import ChatMessage, ImageInput, Pipeline
+from vlm.pipeline import Pipeline
 
 TOKENS = 160  # of every page's answer, where lengths are fixed
 LONG_PROMPT = " ".join(
@@ -40,14 +44,34 @@ WINDOW = ENGINE.max_running * 3 // 2
 ABOUT = {"model": "vlm-default", "dtype": ENGINE.dtype, "threads": ENGINE.threads}
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        results = asyncio.run(over_transformers(root, 8 if quick else 32, 1 if quick else 3))
-        results |= asyncio.run(prompt_orders(root, 16 if quick else 100))
-        results |= asyncio.run(beside_interactive(root, 6 if quick else 30))
-        results |= memory(root, (100, 200) if quick else (100, 500))
+PARTS = ("pages", "orders", "reading", "beside", "kills", "memory")
+
+
+def run(quick: bool = False, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Says on stderr what it is at."""
+    results: dict[str, Any] = {}
+    for part in parts:
+        with tempfile.TemporaryDirectory() as scratch:
+            started = time.perf_counter()
+            results |= _part(part, Path(scratch), quick)
+            say(f"{part}: {time.perf_counter() - started:.0f} s")
     return report("caption", results)
+
+
+def _part(part: str, root: Path, quick: bool) -> dict[str, Any]:
+    match part:
+        case "pages":
+            return asyncio.run(over_transformers(root, 8 if quick else 32, 1 if quick else 3))
+        case "orders":
+            return asyncio.run(prompt_orders(root, 16 if quick else 100))
+        case "reading":
+            return reading(root, 40 if quick else 200)
+        case "beside":
+            return beside_interactive(root, 8 if quick else 40, 200 if quick else 1500)
+        case "kills":
+            return kills(root, 120 if quick else 500)
+        case _:
+            return memory(root, (100, 200) if quick else (100, 500))
 
 
 def fixed_length(prompt: str, order: Order = "auto", tokens: int = TOKENS) -> Question:
@@ -163,89 +187,3 @@ async def prompt_orders(root: Path, num_pages: int) -> dict[str, Any]:
             results[f"cached_fraction_{name}"] = result(cached, "of prompt tokens", **about)
             results[f"cpu_s_per_page_{name}"] = result(cpu / num_pages, "CPU-s", **about)
     return results
-
-
-async def beside_interactive(root: Path, count: int) -> dict[str, Any]:
-    """users.md S7: time to the first token of new and of known images, idle and while a batch runs."""
-    folder = root / "beside"
-    make_folder(folder, 200, pdfs=0, max_scale=2.0)
-    images = [encode(draw_page(5000 + number, max_scale=2.0), "PNG") for number in range(2 * count)]
-    async with running_pipeline() as pipeline:
-        await _first_tokens(pipeline, images[:1])
-        idle = await _first_tokens(pipeline, images[1:count])
-        batch = asyncio.create_task(_keep_captioning(pipeline, folder))
-        await asyncio.sleep(2.0)
-        busy = await _first_tokens(pipeline, images[count:])
-        batch.cancel()
-        await asyncio.gather(batch, return_exceptions=True)
-    results = {}
-    for kind in ("cold", "warm"):
-        quiet, loaded = _p95(idle[kind]), _p95(busy[kind])
-        about = {**ABOUT, "batch": ENGINE.max_running, "requests": count}
-        results[f"{kind}_ttft_p95_beside_batch_over_idle"] = result(
-            loaded / quiet, "times", **about, idle_ms=round(quiet, 1), beside_batch_ms=round(loaded, 1)
-        )
-    return results
-
-
-async def _keep_captioning(pipeline: Pipeline, folder: Path) -> None:
-    while True:
-        await caption(pipeline, folder, fixed_length("Read the text.", tokens=64))
-
-
-async def _first_tokens(pipeline: Pipeline, images: Sequence[bytes]) -> dict[str, list[float]]:
-    """One after another: each image cold, then with another question warm. Milliseconds."""
-    times: dict[str, list[float]] = {"cold": [], "warm": []}
-    for number, image in enumerate(images):
-        for kind, question in (("cold", "Read the text."), ("warm", "Describe the image.")):
-            name = f"{kind}-{number}-{time.monotonic_ns()}"
-            messages = [ChatMessage("user", (ImageInput(image), question))]
-            started = time.perf_counter()
-            prepared = pipeline.prepare(name, messages, SamplingParams(max_tokens=4, ignore_eos=True))
-            first = None
-            async for event in pipeline.run(prepared):
-                if isinstance(event, Delta) and first is None:
-                    first = time.perf_counter() - started
-            assert first is not None
-            times[kind].append(1e3 * first)
-    return times
-
-
-def _p95(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
-
-
-def memory(root: Path, sizes: tuple[int, int]) -> dict[str, Any]:
-    """Peak resident memory of the command's whole process tree, by the folder's size."""
-    peaks = {}
-    for num_pages in (10, *sizes):  # the first one compiles what is compiled once
-        folder = root / f"pages{num_pages}"
-        made = make_folder(folder, num_pages, pdfs=2 if num_pages in sizes else 0)
-        out = root / f"pages{num_pages}.jsonl"
-        command = [sys.executable, "-m", "vlm.cli.main", "caption", str(folder), "-o", str(out)]
-        started = time.perf_counter()
-        process = psutil.Popen(
-            [*command, "--quiet", "--max-tokens", "24", "--dpi", "72"], stderr=subprocess.DEVNULL
-        )
-        peak = _peak_rss(process)
-        if process.returncode != (3 if made.num_broken else 0):
-            raise RuntimeError("the caption command failed")
-        peaks[num_pages] = (peak / 2**20, time.perf_counter() - started)
-    small, large = (peaks[size][0] for size in sizes)
-    about = {**ABOUT, "pages": list(sizes), "peak_mib": [round(peaks[size][0]) for size in sizes]}
-    seconds = [round(peaks[size][1], 1) for size in sizes]
-    return {"memory_many_over_few_pages": result(large / small, "times", **about, seconds=seconds)}
-
-
-def _peak_rss(process: psutil.Popen) -> int:
-    peak = 0
-    while process.poll() is None:
-        total = 0
-        for member in (process, *process.children(recursive=True)):
-            try:
-                total += member.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        peak = max(peak, total)
-        time.sleep(0.05)
-    return peak

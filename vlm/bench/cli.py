@@ -15,6 +15,10 @@ NAMES = ("engine", "encoder", "preprocess", "serve", "caption", "cluster", "plan
 
 def bench_command(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(NAMES)}.")],
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this part, where there are any; may be given more than once."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
 ) -> None:
@@ -32,5 +36,13 @@ def bench_command(
         raise CommandError(f"benchmark {name} is not part of this version") from None
     from vlm.bench.report import table
 
-    document = module.run(quick=quick)
+    chosen = {}
+    if part:
+        known = getattr(module, "PARTS", ())
+        if unknown := [one for one in part if one not in known]:
+            raise CommandError(
+                f"{name} has no part {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
+            )
+        chosen["parts"] = part
+    document = module.run(quick=quick, **chosen)
     print(json.dumps(document) if as_json else table(document))

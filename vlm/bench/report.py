@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,11 @@ def machine() -> dict[str, Any]:
 def result(value: float, unit: str, **circumstances: Any) -> dict[str, Any]:
     """One figure: `circumstances` say model, dtype, threads, batch, context and what else it depends on."""
     return {"value": value, "unit": unit, **circumstances}
+
+
+def say(text: str) -> None:
+    """Progress, for whoever waits; figures go to stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
