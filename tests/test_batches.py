@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
@@ -25,7 +25,7 @@ from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from vlm.api.auth import ApiKey, Caller, KeyRing
 from vlm.api.batch_rows import RowFile, RowResult, count_lines, error_result, validate
 from vlm.api.batch_runner import WINDOW, BatchRunner
-from vlm.api.batch_store import Batch, BatchStore
+from vlm.api.batch_store import Batch, BatchStore, Status
 from vlm.api.files import FileStore
 from vlm.config import ServeConfig
 from workers.preprocess_celery import CeleryPreprocess
@@ -502,6 +502,56 @@ async def until(condition: Callable[[], bool]) -> None:
 async def final(bench: Bench, batch: Batch) -> Batch:
     await until(lambda: bench.store.get("", batch.id).is_final)
     return bench.store.get("", batch.id)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("completed", ["validating", "in_progress", "finalizing", "completed"]),
+        ("cancelled", ["validating", "in_progress", "finalizing", "cancelled"]),
+        ("expired", ["validating", "in_progress", "finalizing", "expired"]),
+        ("failed", ["validating", "failed"]),
+    ],
+)
+def test_every_status_is_seen_in_its_place(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, end: str, expected: list[str]
+) -> None:
+    bench = Bench(data_dir)
+    if end == "failed":
+        bench.input.write_text("{")
+    made = bench.create()
+    seen: list[str] = [made.status]
+    save = BatchStore.save
+
+    def note(store: BatchStore, batch: Batch) -> None:
+        seen.append(batch.status)
+        save(store, batch)
+
+    monkeypatch.setattr(BatchStore, "save", note)
+
+    async def run() -> Batch:
+        rows = Rows()
+        if end in ("cancelled", "expired"):
+            rows.hold.clear()
+        runner = bench.runner(rows)
+        await runner.start()
+        if end == "cancelled":
+            await until(lambda: bool(rows.started))
+            assert (await runner.cancel(bench.store.get("", made.id))).status == "cancelling"
+        if end == "expired":
+            await until(lambda: bool(rows.started))
+            bench.clock.now += 101
+        batch = await final(bench, made)
+        await runner.close()
+        return batch
+
+    assert asyncio.run(run()).status == end
+    assert seen == expected
+
+
+def test_every_status_has_its_place() -> None:
+    steps = {"validating", "in_progress", "cancelling", "finalizing"}
+    assert set(get_args(Status)) == steps | {"completed", "cancelled", "expired", "failed"}
 
 
 def test_an_expired_batch_says_so_for_every_row_that_was_not_run(data_dir: Path) -> None:
