@@ -10,7 +10,18 @@ import typer
 
 from vlm.cli.errors import CommandError
 
-NAMES = ("engine", "encoder", "preprocess", "serve", "caption", "cluster", "plan", "decode", "peers")
+NAMES = (
+    "engine",
+    "encoder",
+    "preprocess",
+    "serve",
+    "caption",
+    "cluster",
+    "plan",
+    "decode",
+    "accuracy",
+    "peers",
+)
 
 
 def bench_command(

@@ -72,7 +72,14 @@ async def answer(
 ) -> Answer:
     """Asks one question about the images, image first, and waits for the whole answer."""
     message = ChatMessage("user", (*(ImageInput(data) for data in images), question))
-    prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", [message], params)
+    return await answer_messages(pipeline, question, [message], params)
+
+
+async def answer_messages(
+    pipeline: Pipeline, question: str, messages: Sequence[ChatMessage], params: SamplingParams
+) -> Answer:
+    """Waits for the whole answer to `messages`; `question` is what it is told under."""
+    prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", messages, params)
     text, reason = "", "stop"
     usage, timings = Usage(0, 0, 0, 0), Timings()
     async for event in pipeline.run(prepared):
