@@ -17,7 +17,7 @@ COPY encoder/ encoder/
 COPY vlm/ vlm/
 
 FROM base AS preprocess
-RUN pip install --no-cache-dir -c constraints.txt numpy celery redis pypdfium2 psutil typer \
+RUN pip install --no-cache-dir -c constraints.txt numpy celery redis packaging pypdfium2 psutil typer \
     && pip install --no-cache-dir --no-deps --no-build-isolation .
 RUN useradd --create-home vlm
 USER vlm

@@ -322,6 +322,17 @@ def test_a_topology_says_that_it_is_ready_and_what_it_serves(client: httpx.Clien
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["vlm-default"]
 
 
+def test_an_autoscaler_finds_the_queues_where_there_are_some(server: LiveServe, client: httpx.Client) -> None:
+    assert client.post(CHAT, json=ask(picture(8), "What?", max_tokens=4)).status_code == 200
+    found = server.metrics()
+    lengths = [name for name in found if name.startswith("vlm_queue_length")]
+    assert len(lengths) in (0, 1, 4)  # local; preprocess; preprocess, encode and two replicas'
+    for name in lengths:
+        assert found[name] == 0 and found[name.replace("length", "oldest_age_seconds")] == 0
+    waits = [name for name in found if name.startswith("vlm_queue_wait_milliseconds")]
+    assert len(waits) == len(lengths) and all(found[name] >= 0 for name in waits)
+
+
 def test_a_text_alone_is_answered_and_estimated(client: httpx.Client) -> None:
     answered = client.post(CHAT, json=ask("Hello there", max_tokens=12)).json()
     estimated = client.post("/v1/estimate", json=ask("Hello there")).json()

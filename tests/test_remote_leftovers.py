@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -160,20 +160,32 @@ def test_monitors_see_every_worker_and_task(redis_server: RedisServer) -> None:
         cluster_worker("encode", url),
         cluster_worker("generate", url, "--name", "a", "--kv-cache-mb", "16"),
     ):
-        monitor = Monitor(app)
-        monitor.start()
-        queues = app.control.inspect(timeout=2.0).active_queues()
-        assert {queue["name"] for per_worker in queues.values() for queue in per_worker} == {
-            PREPROCESS_QUEUE,
-            ENCODE_QUEUE,
-            generate_queue("a"),
-        }
-        assert asyncio.run(answer())
-        wanted = {f"{task} task-succeeded" for task in (TILES_TASK, ENCODE_TASK, GENERATE_TASK)}
-        end = time.monotonic() + 30
-        while not (wanted <= monitor.seen.keys() and monitor.seen["worker-heartbeat"] >= 3):
-            assert time.monotonic() < end, monitor.seen
-            time.sleep(0.1)
-        assert len(app.control.inspect(timeout=2.0).stats()) == 3
-        monitor.stop = True
-        monitor.join(10)
+        seen_by = Monitor(app)
+        seen_by.start()
+        try:
+            watch(app, url, seen_by, answer)
+        finally:
+            seen_by.stop = True
+            seen_by.join(10)
+
+
+def watch(app: Any, url: str, monitor: Monitor, answer: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    end = time.monotonic() + 60
+    queues: dict[str, Any] = {}
+    while len(queues) < 3:  # a worker beats before it reads its queue
+        assert time.monotonic() < end
+        queues = app.control.inspect(timeout=2.0).active_queues() or {}
+    assert {queue["name"] for per_worker in queues.values() for queue in per_worker} == {
+        PREPROCESS_QUEUE,
+        ENCODE_QUEUE,
+        generate_queue("a"),
+    }
+    assert asyncio.run(answer())
+    wanted = {f"{task} task-succeeded" for task in (TILES_TASK, ENCODE_TASK, GENERATE_TASK)}
+    while not (wanted <= monitor.seen.keys() and monitor.seen["worker-heartbeat"] >= 3):
+        assert time.monotonic() < end, monitor.seen
+        time.sleep(0.1)
+    client = connect(url)
+    waits = QueueStats(client).read(["a"])
+    client.close()
+    assert waits[PREPROCESS_QUEUE]["wait_ms"] > 0 and waits[ENCODE_QUEUE]["wait_ms"] > 0

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llm.request import (
     Event,
@@ -35,7 +36,7 @@ from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.engine_client import EngineClient, EngineUnavailable
-from workers.stages import PreprocessStage, StageUnavailable, Urgency
+from workers.stages import PreprocessStage, Queued, StageUnavailable, Urgency
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,13 @@ class Pipeline:
                 "messages",
             )
         return replace(params, max_tokens=min(params.max_tokens, room))
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's, with the queue to preprocess workers. Raises EngineUnavailable."""
+        stats = await self.engine.stats()
+        if "queues" not in stats and isinstance(self.preprocess, Queued):
+            stats = {**stats, "queues": await self.preprocess.queues()}
+        return stats
 
     async def run(self, prepared: PreparedRequest) -> AsyncGenerator[Event, None]:
         """The answer's events. Closing the iterator cancels whatever is still under way."""

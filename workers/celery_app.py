@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from typing import Any
 
 from celery import Celery
@@ -46,6 +47,11 @@ def make_app(broker_url: str) -> Celery:
     if broker_url.startswith(("redis://", "rediss://")):
         app.conf.broker_transport = "workers.celery_transport:LastingTransport"
     return app
+
+
+def default_name() -> str:
+    """Of a worker: this host's and a random part."""
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def passing_queue(name: str) -> Queue:

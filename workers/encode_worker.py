@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -10,14 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import redis
 from celery.signals import worker_shutting_down
 
 from encoder.batcher import StepResult, TileBatcher
 from preprocess.wire import from_bytes
 from workers.blobs import BlobStore, BlobStoreFull, open_store
-from workers.celery_app import make_app, thread_worker
+from workers.celery_app import default_name, make_app, thread_worker
 from workers.cluster import ENCODE_QUEUE, ENCODE_TASK, ENCODER, EncodeJob, age_s
-from workers.generate_worker import default_name
 from workers.ledger import Outcome, WorkLedger
 from workers.redis_client import connect
 from workers.registry import About, HeartbeatThread, Registry
@@ -187,7 +188,10 @@ def run(
 
     @app.task(name=ENCODE_TASK)
     def encode(**message: Any) -> None:
-        run_encode_job(EncodeJob(**message), service, blobs, level2, ledger)
+        job = EncodeJob(**message)
+        with contextlib.suppress(redis.RedisError):
+            ledger.note_wait(age_s(job.sent_at))
+        run_encode_job(job, service, blobs, level2, ledger)
 
     def about() -> About | None:
         if draining.is_set() or service.busy_s > _STALL_S:

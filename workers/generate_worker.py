@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from celery.signals import worker_shutting_down
 
-from workers.celery_app import make_app, passing_queue, thread_worker
+from workers.celery_app import default_name, make_app, passing_queue, thread_worker
 from workers.cluster import GENERATE_TASK, GenerateJob, generate_queue
 from workers.replica import Replica
 from workers.runner import EngineRunner
@@ -19,10 +17,6 @@ from workers.runner import EngineRunner
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and batches them
-
-
-def default_name() -> str:
-    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def run(

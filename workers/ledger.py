@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     import redis
@@ -23,6 +23,8 @@ WAITER_S = 10.0
 CLAIM_S = 10.0
 ATTEMPTS_S = 600.0
 VERDICT_S = 30.0
+WAIT_KEPT_S = 60.0
+WAIT_WEIGHT = 0.1  # of the latest wait in the mean
 
 # KEYS of every script: waiters, claim, lease, attempts, verdict
 _LOOK = """
@@ -121,6 +123,17 @@ class WorkLedger:
             pipeline.set(keys[4], json.dumps([code, message]), px=_ms(ttl_s))
             pipeline.delete(keys[3])
             pipeline.execute()
+
+    def note_wait(self, wait_s: float) -> None:
+        """How long the message waited that a worker takes up now."""
+        old = self.wait_s()
+        mean = wait_s if old is None else old + WAIT_WEIGHT * (wait_s - old)
+        self._client.set(f"{self._prefix}:wait", repr(mean), px=_ms(WAIT_KEPT_S))
+
+    def wait_s(self) -> float | None:
+        """Mean of the waits noted, weighted to the latest; None if there were none for WAIT_KEPT_S."""
+        value = cast("bytes | None", self._client.get(f"{self._prefix}:wait"))
+        return None if value is None else float(value)
 
     def announce(self, key: str) -> None:
         self._client.publish(self.channel, key)

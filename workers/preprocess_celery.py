@@ -23,6 +23,7 @@ from workers.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
 from workers.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
 from workers.cluster import SENT_HEADER
 from workers.ledger import WorkLedger
+from workers.queue_stats import QueueStats
 from workers.redis_client import connect
 from workers.stages import (
     MAX_ATTEMPTS,
@@ -59,6 +60,8 @@ class CeleryPreprocess:
         self._store_url = store
         self._ledger_client = connect(store)
         self._ledger = WorkLedger(self._ledger_client, PREPROCESS_QUEUE)
+        self._broker_client = connect(broker)
+        self._stats = QueueStats(self._broker_client, self._ledger_client)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="preprocess")
         self._wakers: dict[str, set[asyncio.Event]] = {}
         self._listener: asyncio.Task[None] | None = None
@@ -72,6 +75,7 @@ class CeleryPreprocess:
         await asyncio.to_thread(self._threads.shutdown)
         self._store.close()
         self._ledger_client.close()
+        self._broker_client.close()
         self._app.close()
 
     async def tiles(
@@ -107,6 +111,15 @@ class CeleryPreprocess:
             if not wakers and self._wakers.get(job.key) is wakers:
                 del self._wakers[job.key]
             self._threads.submit(self._leave, waiter)
+
+    async def queues(self) -> dict[str, dict[str, float]]:
+        """As `QueueStats.read`, of the preprocess queue alone. Empty while Redis is away."""
+        loop = asyncio.get_running_loop()
+        try:
+            queues = await loop.run_in_executor(self._threads, self._stats.read)
+        except _AWAY:
+            return {}
+        return {PREPROCESS_QUEUE: queues[PREPROCESS_QUEUE]}
 
     async def _wait(self, waiter: _Waiter) -> Tiles:
         loop = asyncio.get_running_loop()

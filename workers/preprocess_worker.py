@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+
 from workers.blobs import open_store
-from workers.celery_app import PREPROCESS_QUEUE, make_app
+from workers.celery_app import PREPROCESS_QUEUE, default_name, make_app
 from workers.ledger import WorkLedger
 from workers.redis_client import connect
 from workers.stages import DecodeLimits
@@ -25,6 +27,7 @@ def run(broker: str, store: str, concurrency: int, limits: DecodeLimits | None =
         pool="prefork",
         concurrency=concurrency,
         queues=[PREPROCESS_QUEUE],
+        hostname=f"preprocess-{default_name()}@{socket.gethostname()}",
         loglevel="WARNING",
         without_mingle=True,
         without_gossip=True,

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 UNAVAILABLE = "no engine is available"
 Router = Callable[[str, Mapping[str, float]], str]
 _LOOK_S = 0.25  # how often heartbeats are read
-_DRAIN_GRACE_S = 0.5  # for the word that a call was started after all
+_DRAIN_GRACE_S = 0.1  # for the word that a call was started after all
 _THREADS = 16
 _PATIENCE_S = 15.0  # for a first replica, after Redis was away
 _RETRY_PATIENCE_S = 60.0  # for another replica, once an answer is owed
@@ -94,7 +94,7 @@ class RemoteEngine:
             self._encoders,
             self._threads,
         )
-        self._queues = QueueStats(connect(broker))
+        self._queues = QueueStats(connect(broker), client)
         self._reader = EventReader(store, self.node, self._take)
         self._calls: dict[str, Call] = {}  # by the name of the present attempt
         self._open: set[str] = set()  # request ids

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from llm.request import Priority
 from preprocess.limits import ImageLimits
@@ -29,6 +29,15 @@ class Urgency:
     """Of an image: batch work may become interactive while it waits, when such a request joins it."""
 
     priority: Priority = "interactive"
+
+
+@runtime_checkable
+class Queued(Protocol):
+    """A stage whose work waits in a queue that an autoscaler may look at."""
+
+    async def queues(self) -> dict[str, dict[str, float]]:
+        """Figures by queue."""
+        ...
 
 
 class PreprocessStage(Protocol):

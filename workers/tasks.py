@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from preprocess.types import ImageError
 from preprocess.wire import to_bytes
 from workers.blobs import BlobStore, BlobStoreFull
 from workers.celery_app import TILES_TASK
+from workers.cluster import SENT_HEADER, age_s
 from workers.ledger import HEARTBEAT_S, Outcome, WorkLedger
 from workers.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.stages import MAX_ATTEMPTS, DecodeLimits, overloaded, processing_failed
@@ -64,8 +66,12 @@ def tiles_blob(key: str) -> str:
 def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: DecodeLimits) -> None:
     """store, ledger: of a client that waits for Redis to come back (`connect(patience_s=...)`)."""
 
-    @app.task(name=TILES_TASK)
-    def tiles(**message: Any) -> None:
+    @app.task(name=TILES_TASK, bind=True)
+    def tiles(task: Any, **message: Any) -> None:
+        sent_at = (task.request.headers or {}).get(SENT_HEADER)
+        if isinstance(sent_at, float):
+            with contextlib.suppress(RedisError):
+                ledger.note_wait(age_s(sent_at))
         try:
             run_tiles_job(TilesJob(**message), store, ledger)
         except MemoryError:

@@ -54,7 +54,7 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     with contextlib.suppress(EngineUnavailable, TimeoutError):
         async with asyncio.timeout(_STATS_TIMEOUT_S):
-            service.metrics.engine.stats = await service.pipeline.engine.stats()
+            service.metrics.engine.stats = await service.pipeline.stats()
     waiting = service.admission.num_waiting()
     service.metrics.waiting.set(waiting)
     service.metrics.running.set(service.admission.num_active - waiting)

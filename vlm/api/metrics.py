@@ -63,7 +63,7 @@ class EngineCollector:
             yield GaugeMetricFamily("vlm_kv_cache_usage_ratio", "KV blocks held by requests", value=ratio)
 
     def _queues(self) -> Iterator[Metric]:
-        """Of the broker, for an autoscaler; only where the engine is elsewhere."""
+        """Of the broker, for an autoscaler; only where there is one."""
         for key, (name, text) in _QUEUES.items():
             family = GaugeMetricFamily(name, text, labels=["queue"])
             for queue, values in self.stats.get("queues", {}).items():
