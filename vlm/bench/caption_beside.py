@@ -14,35 +14,59 @@ from typing import Any
 
 from vlm.bench.client import Client, Sample
 from vlm.bench.pages import draw_page, encode
-from vlm.bench.report import result, say
+from vlm.bench.report import result, say, spread
 from vlm.bench.serve import chat_body, percentile
 from vlm.bench.serving import Served, served
 
 KINDS = (("cold", "Read the text."), ("warm", "Describe the image."))
+ROUNDS = 5
 ROW_TOKENS = 64
+ALONE_S = 1.5  # of the batch, after each round
 BREATH_S = 0.02  # between two requests: they come one by one
 _BOUNDARY = "vlm-bench"
 
 
 def beside_interactive(root: Path, num_images: int, num_rows: int) -> dict[str, Any]:
-    """Each image first cold, then with another question warm; alone, then as many others beside a batch."""
+    """Each image first cold, then with another question warm. Rounds alone and beside a batch alternate, so
+    that whatever else the machine does meets both alike."""
+    idle: dict[str, list[Sample]] = {kind: [] for kind, _ in KINDS}
+    busy: dict[str, list[Sample]] = {kind: [] for kind, _ in KINDS}
+    kept: list[float] = []
+    count = num_images // ROUNDS
     with served(root) as server:
         asyncio.run(_ask(server, 4000, 3))
-        say("interactive requests alone")
-        idle = asyncio.run(_ask(server, 5000, num_images))
-        say(f"and beside a batch of {num_rows} rows")
-        with _batch(server, num_rows) as batch_id:
-            before, started = _completed(server, batch_id), time.perf_counter()
-            busy = asyncio.run(_ask(server, 6000, num_images))
-            beside = (_completed(server, batch_id) - before) / (time.perf_counter() - started)
-            before, started = _completed(server, batch_id), time.perf_counter()
-            time.sleep(3.0)
-            alone = (_completed(server, batch_id) - before) / (time.perf_counter() - started)
+        for number in range(ROUNDS):
+            say(f"round {number + 1} of {ROUNDS}: requests alone, then beside a batch")
+            _join(idle, asyncio.run(_ask(server, 5000 + number * count, count)))
+            with _batch(server, 20_000 + number * num_rows, num_rows // ROUNDS) as batch_id:
+                rate = _Rate(server, batch_id)
+                _join(busy, asyncio.run(_ask(server, 6000 + number * count, count)))
+                beside = rate.read()
+                time.sleep(ALONE_S)
+                kept.append(beside / rate.read())
     return _figures(idle, busy) | {
         "batch_rows_kept_beside_interactive": result(
-            beside / alone, "of the rate alone", rows_per_s=round(alone, 1)
+            statistics.median(kept), "of the rate alone", spread=spread(kept)
         )
     }
+
+
+def _join(all_rounds: dict[str, list[Sample]], one: dict[str, list[Sample]]) -> None:
+    for kind, samples in one.items():
+        all_rounds[kind] += samples
+
+
+class _Rate:
+    """Rows per second since it was made or read last."""
+
+    def __init__(self, server: Served, batch_id: str) -> None:
+        self._server, self._batch_id = server, batch_id
+        self._rows, self._at = _completed(server, batch_id), time.perf_counter()
+
+    def read(self) -> float:
+        rows, at = self._rows, self._at
+        self._rows, self._at = _completed(self._server, self._batch_id), time.perf_counter()
+        return (self._rows - rows) / (self._at - at)
 
 
 def _figures(idle: dict[str, list[Sample]], busy: dict[str, list[Sample]]) -> dict[str, Any]:
@@ -90,9 +114,11 @@ async def _ask(server: Served, first: int, count: int) -> dict[str, list[Sample]
 
 
 @contextmanager
-def _batch(server: Served, num_rows: int) -> Iterator[str]:
+def _batch(server: Served, first: int, num_rows: int) -> Iterator[str]:
     """A batch whose rows fill the engine, cancelled at the end."""
-    made = _call(server, "/v1/files", _form(_rows(num_rows)), f"multipart/form-data; boundary={_BOUNDARY}")
+    made = _call(
+        server, "/v1/files", _form(_rows(first, num_rows)), f"multipart/form-data; boundary={_BOUNDARY}"
+    )
     asked = {"input_file_id": made["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch_id = _call(server, "/v1/batches", json.dumps(asked).encode())["id"]
     try:
@@ -105,10 +131,10 @@ def _batch(server: Served, num_rows: int) -> Iterator[str]:
         _call(server, f"/v1/batches/{batch_id}/cancel", b"")
 
 
-def _rows(num_rows: int) -> bytes:
+def _rows(first: int, num_rows: int) -> bytes:
     lines = []
     for number in range(num_rows):
-        image = encode(draw_page(20_000 + number, max_scale=2.0), "JPEG")
+        image = encode(draw_page(first + number, max_scale=2.0), "JPEG")
         body = json.loads(chat_body(image, "Read the text.", max_tokens=ROW_TOKENS))
         del body["stream"], body["stream_options"]
         line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
