@@ -128,7 +128,7 @@ class TowerProbe:
             self.seconds[grid.num_tiles].append(self._ask(grid))
 
     def prompt_tokens(self, num_tiles: int) -> int:
-        return num_tiles * self.spec.geometry.tokens_per_tile + 4
+        return self.spec.geometry.num_visual_tokens(num_tiles) + 4
 
     def _ask(self, grid: TileGrid) -> float:
         self._asked += 1
