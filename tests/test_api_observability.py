@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
