@@ -120,6 +120,19 @@ def test_dockerfile_copies_what_is_there_and_ends_as_a_user() -> None:
         assert [rest for word, rest in stages()[target] if word == "USER"][-1] == "vlm"
 
 
+def test_the_build_context_is_what_the_dockerfile_copies() -> None:
+    """A checkout holds gigabytes beside it."""
+    lines = (ROOT / ".dockerignore").read_text().split("\n")
+    sources = {
+        source.rstrip("/")
+        for steps in stages().values()
+        for word, rest in steps
+        if word == "COPY"
+        for source in rest.split()[:-1]
+    }
+    assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == sources
+
+
 def test_shell_steps_stop_at_the_first_error_and_leave_no_package_lists() -> None:
     for word, rest in instructions():
         if word != "RUN":
@@ -135,7 +148,7 @@ def test_shell_steps_stop_at_the_first_error_and_leave_no_package_lists() -> Non
 def test_preprocess_worker_starts_with_the_packages_of_its_image() -> None:
     """Everything that the Dockerfile does not install there is hidden from the import system."""
     (line,) = [rest for word, rest in stages()["preprocess"] if word == "RUN" and "celery" in rest]
-    installed = {"numpy", "celery", "redis", "pypdfium2", "psutil", "typer"}
+    installed = {"numpy", "celery", "redis", "packaging", "pypdfium2", "psutil", "typer"}
     assert installed <= set(line.split())
     hidden = (
         "torch",
