@@ -1,4 +1,4 @@
-"""The decoder, in reading order: weights, KV pool, rope, attention, layer, forward.
+"""The decoder, in reading order: weights, rope, attention, layer, forward. Its KV pool: llm.kv_pool.
 
 One ragged batch of tokens [T, d_model] runs through every linear, whatever sequences they belong to;
 only attention looks at sequences. Reference: transformers' modeling_llama, modeling_qwen2, modeling_qwen3
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llm.config import DecoderConfig, Rope
+from llm.kv_pool import KvPool, LayerKv
 
 PADDED_ELEMENTS = 1 << 16
 """Decode attention of a whole batch is one padded call up to this many gathered KV elements, and one
@@ -71,14 +72,6 @@ class Batch:
     visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, d_model])
 
 
-def make_pool(
-    config: DecoderConfig, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Zeroed KV [layers, 2, K, num_blocks, block_size, D]; index 0 of the second axis holds keys."""
-    shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, block_size, config.head_dim)
-    return torch.zeros(shape, device=device, dtype=dtype)
-
-
 def rope_table(
     rope: Rope, num_positions: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -127,6 +120,14 @@ def attend_padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return out.reshape(batch, num_heads * dim)
 
 
+def _keys_values(kv: LayerKv, span: SequenceSpan) -> tuple[Tensor, Tensor]:
+    """A sequence's keys and values, [K, L, D] each."""
+    if span.first_block is not None:
+        return kv.slice(span.first_block * kv.block_size, span.length)
+    k, v = kv.gather(span.blocks)
+    return k[:, : span.length], v[:, : span.length]
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedDecode:
     """The batch's one-token sequences, when attending to all of them at once is cheaper."""
@@ -146,19 +147,20 @@ class Decoder:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.cos, self.sin = rope_table(config.rope, num_positions, device, dtype)
 
-    def forward(self, batch: Batch, pool: Tensor) -> Tensor:
+    def forward(self, batch: Batch, pool: KvPool) -> Tensor:
         """Writes the batch's KV into `pool` and returns logits [R, vocab_size] of the wanted rows."""
         x = F.embedding(batch.token_ids, self.weights.embedding)
         for first, rows in batch.visuals:
             x[first : first + rows.shape[0]] = rows.to(x.device, x.dtype)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
-        padded, spans = self._split(batch, pool.shape[4])
+        padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
         for i, layer in enumerate(self.weights.layers):
-            q = self._project(layer, x, cos, sin, batch.slots, pool[i])
+            kv = pool.layer(i)
+            q = self._project(layer, x, cos, sin, batch.slots, kv)
             if i == last and not batch.logit_rows.numel():
                 break
-            attended = self._attend(q, pool[i], padded, spans, self.config.windows[i])
+            attended = self._attend(q, kv, padded, spans, self.config.windows[i])
             if i == last:  # beyond its KV, the last layer matters to the wanted rows only
                 x, attended = x[batch.logit_rows], attended[batch.logit_rows]
             x = self._residual(attended, layer.out, layer.out_bias, x)
@@ -168,10 +170,9 @@ class Decoder:
         return F.linear(self._norm(x, self.weights.norm), self.weights.lm_head)
 
     def _project(
-        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKv
     ) -> Tensor:
-        """Writes rotated keys and values into one layer's kv [2, K, blocks, block_size, D]; returns
-        rotated queries [T, H, D]."""
+        """Writes rotated keys and values into one layer's kv; returns rotated queries [T, H, D]."""
         c = self.config
         heads = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = heads.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -183,27 +184,25 @@ class Decoder:
             )
             qk = torch.cat((q, k), 1)
         qk = torch.addcmul(qk * cos, qk.roll(c.head_dim // 2, -1), sin)
-        flat = kv.view(2, c.num_kv_heads, -1, c.head_dim)
-        flat[0].index_copy_(1, slots, qk[:, c.num_heads :].transpose(0, 1))
-        flat[1].index_copy_(1, slots, v.transpose(0, 1))
+        kv.write(slots, qk[:, c.num_heads :], v)
         return qk[:, : c.num_heads]
 
     def _attend(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: LayerKv,
         padded: PaddedDecode | None,
         spans: tuple[SequenceSpan, ...],
         window: int,
     ) -> Tensor:
         """q [T, H, D] over one layer's kv; returns [T, H D]."""
         if not padded and len(spans) == 1:
-            k, v = self._keys_values(kv, spans[0])
+            k, v = _keys_values(kv, spans[0])
             return attend_span(q, k, v, window)
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         if padded:
-            k, v = kv.flatten(-2).index_select(2, padded.blocks).unflatten(2, (-1, padded.width)).flatten(3)
-            position = torch.arange(padded.width * kv.shape[3], device=q.device)
+            k, v = kv.gather(padded.blocks)
+            position = torch.arange(padded.width * kv.block_size, device=q.device)
             mask = position < padded.lengths[:, None]
             if window:
                 mask &= position >= padded.lengths[:, None] - window
@@ -212,20 +211,9 @@ class Decoder:
                 q[padded.rows], k.view(shape), v.view(shape), mask[:, None, None]
             )
         for span in spans:
-            k, v = self._keys_values(kv, span)
+            k, v = _keys_values(kv, span)
             out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window)
         return out
-
-    def _keys_values(self, kv: Tensor, span: SequenceSpan) -> tuple[Tensor, Tensor]:
-        """A sequence's keys and values, [K, L, D] each."""
-        c = self.config
-        if span.first_block is not None:
-            first = span.first_block * kv.shape[3]
-            pair = kv.view(2, c.num_kv_heads, -1, c.head_dim)[:, :, first : first + span.length]
-        else:
-            pages = kv.flatten(-2).index_select(2, span.blocks)
-            pair = pages.view(2, c.num_kv_heads, -1, c.head_dim)[:, :, : span.length]
-        return pair[0], pair[1]
 
     def _split(self, batch: Batch, block_size: int) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
         """One-token sequences to attend to at once, and the spans to attend to one by one."""

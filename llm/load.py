@@ -20,7 +20,9 @@ from llm.backend.base import Backend
 from llm.backend.torch_backend import TorchBackend
 from llm.config import ConfigError, DecoderConfig, read_decoder_config, read_json_object
 from llm.cost import kv_block_bytes
+from llm.cost.storage import padded
 from llm.decoder import DecoderWeights, LayerWeights
+from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightOption
 
 BackendName = Literal["auto", "torch", "native"]
 
@@ -188,12 +190,15 @@ def load_backend(
     device: str = "cpu",
     dtype: str = "float32",
     backend: BackendName = "auto",
+    weights: str = "auto",
+    kv: str = "auto",
 ) -> Backend:
     """The decoder of a checkpoint directory, ready to execute plans.
 
     Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
-    that has AVX2 and a C++ compiler, else torch with one logged notice. On the native backend a 16-bit
-    `dtype` is how weights and KV are stored; arithmetic stays float32.
+    that has AVX2 and a C++ compiler, else torch with one logged notice. On the native backend `weights` and
+    `kv` say how these are stored (`auto`: as `dtype`, float32 weights in bfloat16 where that loses nothing);
+    arithmetic stays float32. Torch computes and stores in `dtype`; its KV may be int8 as well.
 
     Raises ConfigError, WeightsError, NativeUnavailable, or ValueError for bad arguments.
     """
@@ -206,29 +211,50 @@ def load_backend(
         raise ValueError("backend is one of auto, torch, native")
     if (num_blocks is None) == (kv_bytes is None):
         raise ValueError("give either num_blocks or kv_bytes")
+    native = backend == "native" or (backend == "auto" and _native_fits(device, block_size))
+    stored_weights, stored_kv = storage_of(dtype, weights, kv, native)
     if num_blocks is None:
         assert kv_bytes is not None
         num_blocks = kv_bytes // kv_block_bytes(
-            config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch_dtype.itemsize
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            block_size,
+            stored_kv,
+            padded(config.head_dim) if native else None,
         )
     if num_blocks < 1 or block_size < 1:
         raise ValueError("the KV pool holds no block")
-    if backend == "native" or (backend == "auto" and _native_fits(device, block_size)):
+    if native:
         from llm.backend.native import NativeBackend
 
-        weights = load_weights(directory, config)
-        if dtype == "float32":
-            return NativeBackend(config, weights, num_blocks=num_blocks, block_size=block_size)
         return NativeBackend(
             config,
-            weights,
+            load_weights(directory, config),
             num_blocks=num_blocks,
             block_size=block_size,
-            weight_storage=dtype,  # type: ignore[arg-type]
-            kv_storage=dtype,  # type: ignore[arg-type]
+            weight_storage=stored_weights,
+            kv_storage=stored_kv,
         )
-    weights = load_weights(directory, config, device=device, dtype=torch_dtype)
-    return TorchBackend(config, weights, num_blocks=num_blocks, block_size=block_size)
+    loaded = load_weights(directory, config, device=device, dtype=torch_dtype)
+    return TorchBackend(
+        config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8"
+    )
+
+
+def storage_of(dtype: str, weights: str, kv: str, native: bool) -> tuple[WeightOption, KvStorage]:
+    """What weights and KV are kept as. Raises ValueError for what the backend can't keep."""
+    if weights not in WEIGHT_OPTIONS:
+        raise ValueError(f"weights is one of {', '.join(WEIGHT_OPTIONS)}")
+    if kv not in KV_OPTIONS:
+        raise ValueError(f"kv is one of {', '.join(KV_OPTIONS)}")
+    if not native and weights not in ("auto", dtype):
+        raise ValueError(f"{weights} weights need the native backend; torch keeps them in its dtype, {dtype}")
+    if not native and kv not in ("auto", dtype, "int8"):
+        raise ValueError(f"a {kv} KV cache needs the native backend; torch keeps it in {dtype} or int8")
+    stored: Any = dtype if weights == "auto" and dtype != "float32" else weights
+    cached: Any = dtype if kv == "auto" else kv
+    return stored, cached
 
 
 def _native_fits(device: str, block_size: int) -> bool:

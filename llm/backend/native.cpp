@@ -4,174 +4,17 @@
 // sequence of operations that depends on its own row only, so a row's result is bitwise the same alone, in any
 // batch, and for any chunking. Contraction is off (-ffp-contract=off): the fused operations are those spelled out.
 //
-// Layouts (P = 16 columns or positions):
-//   weights  [N / 16][K][16], N padded with zeros
-//   KV       [layer][page][kv head]{ keys [D][16], values [16][Dp] }, Dp = D rounded up to 16
-//   16 bfloat16 values c0..c15 are stored c0 c8 c1 c9 ... c7 c15, so that a shift and a mask unpack them.
+// Layouts (those of weights are in native_product.h):
+//   KV       [layer][page][kv head]{ keys [D][16], values [16][Dp] }, Dp = D rounded up to 16;
+//            int8 adds { key scales [16], value scales [16] } in float32, one a position and head
 
-#include <immintrin.h>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "native_product.h"
 
-namespace {
-
-struct BF16 { uint16_t bits; };
-struct F16 { uint16_t bits; };
-
-// ---- 16 values as two vectors ----------------------------------------------------------------------------
-
-inline void load16(const float* p, __m256& lo, __m256& hi) { lo = _mm256_loadu_ps(p); hi = _mm256_loadu_ps(p + 8); }
-
-inline void load16(const BF16* p, __m256& lo, __m256& hi) {
-    __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    lo = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
-    hi = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000u))));
-}
-
-inline void load16(const F16* p, __m256& lo, __m256& hi) {
-    lo = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    hi = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
-}
-
-// Stores column `i` of a group of 16; rounds to nearest even.
-inline void store1(float* group, int i, float x) { group[i] = x; }
-
-inline void store1(BF16* group, int i, float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, 4);
-    u = (u & 0x7fffffffu) > 0x7f800000u ? u | 0x400000u : u + 0x7fffu + ((u >> 16) & 1);
-    group[i < 8 ? 2 * i : 2 * (i - 8) + 1].bits = uint16_t(u >> 16);
-}
-
-inline void store1(F16* group, int i, float x) { group[i].bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
-
-// e^x to about 2 ulp; e^0 is exactly 1, below -87.3 exactly 0.
-inline __m256 exp8(__m256 x) {
-    const __m256 smallest = _mm256_set1_ps(-87.3f);
-    __m256 keep = _mm256_cmp_ps(x, smallest, _CMP_GE_OQ);
-    x = _mm256_min_ps(_mm256_max_ps(x, smallest), _mm256_set1_ps(88.3f));
-    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)),
-                               _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    // Taylor to degree 7 on |r| <= ln(2) / 2: truncation error under 6e-9.
-    __m256 y = _mm256_set1_ps(1.0f / 5040);
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 720));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 120));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 24));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 6));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(0.5f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
-    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(power)), keep);
-}
-
-inline float sum8(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-
-inline float max8(__m256 v) {
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
-
-// ---- the one inner loop: C [R][16 P] = init + A [R][K] B, B as P groups of 16 columns --------------------
-
-constexpr int AHEAD = 2048;  // bytes
-
-// Each C value sums its K products in ascending order onto its init, whatever R and P are.
-template <int R, int P, class W>
-inline void kernel(const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
-                   const float* init, long ldi) {
-    __m256 acc[R][2 * P];  // all loops over it are unrolled, so that it lives in registers
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 12
-        for (int i = 0; i < 2 * P; i++) acc[r][i] = init ? _mm256_loadu_ps(init + r * ldi + i * 8) : _mm256_setzero_ps();
-    for (int k = 0; k < K; k++) {
-#pragma GCC unroll 6
-        for (int p = 0; p < P; p++) {
-            __m256 lo, hi;
-            load16(b[p] + k * ldb, lo, hi);
-            // One to three rows read memory as fast as it gives; with more, the hardware's prefetch lags.
-            if (R > 3) _mm_prefetch(reinterpret_cast<const char*>(b[p] + k * ldb) + AHEAD, _MM_HINT_T1);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                const __m256 x = _mm256_broadcast_ss(a + r * lda + k);
-                acc[r][2 * p] = _mm256_fmadd_ps(x, lo, acc[r][2 * p]);
-                acc[r][2 * p + 1] = _mm256_fmadd_ps(x, hi, acc[r][2 * p + 1]);
-            }
-        }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 12
-        for (int i = 0; i < 2 * P; i++) _mm256_storeu_ps(c + r * ldc + i * 8, acc[r][i]);
-}
-
-constexpr int MAX_ROWS = 6;                                   // of a tile: 12 accumulators and operands fill 16 registers
-constexpr int GROUPS[MAX_ROWS + 1] = {0, 6, 3, 2, 1, 1, 1};   // column groups at once, by rows
-
-template <int R, class W>
-inline void tile_rows(int P, const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
-                      const float* init, long ldi) {
-    if constexpr (R == 1) {
-        if (P == 6) return kernel<R, 6>(a, lda, b, ldb, K, c, ldc, init, ldi);
-        if (P == 5) return kernel<R, 5>(a, lda, b, ldb, K, c, ldc, init, ldi);
-        if (P == 4) return kernel<R, 4>(a, lda, b, ldb, K, c, ldc, init, ldi);
-    }
-    if constexpr (R <= 2) {
-        if (P == 3) return kernel<R, 3>(a, lda, b, ldb, K, c, ldc, init, ldi);
-    }
-    if constexpr (R <= 3) {
-        if (P == 2) return kernel<R, 2>(a, lda, b, ldb, K, c, ldc, init, ldi);
-    }
-    kernel<R, 1>(a, lda, b, ldb, K, c, ldc, init, ldi);
-}
-
-// R rows by `groups` column groups; b[g] is group g.
-template <class W>
-void tile(int R, int groups, const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
-          const float* init, long ldi) {
-    for (int g = 0; g < groups;) {
-        int P = groups - g < GROUPS[R] ? groups - g : GROUPS[R];
-        const float* from = init ? init + g * 16 : nullptr;
-        switch (R) {
-            case 1: tile_rows<1>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-            case 2: tile_rows<2>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-            case 3: tile_rows<3>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-            case 4: tile_rows<4>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-            case 5: tile_rows<5>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-            default: tile_rows<6>(P, a, lda, b + g, ldb, K, c + g * 16, ldc, from, ldi); break;
-        }
-        g += P;
-    }
-}
-
-// Row ranges of nearly equal size, at most MAX_ROWS each: 8 rows are 4 + 4 rather than 6 + 2.
-struct Tiles {
-    int rows, count;
-    explicit Tiles(int rows) : rows(rows), count((rows + MAX_ROWS - 1) / MAX_ROWS) {}
-    int begin(int i) const { return int(long(rows) * i / count); }
-};
-
-}  // namespace
+#include <type_traits>
 
 // ---- what Python fills in; must match native_layout.py ------------------------------------------------------------
 
 extern "C" {
-
-struct Linear {
-    const void* weight;  // packed
-    const float* bias;   // [N padded] or null
-    int32_t n, k, kind;  // kind: 0 float32, 1 bfloat16, 2 float16
-    int32_t unused;
-};
 
 struct Layer {
     const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm and k_norm may be null
@@ -185,7 +28,7 @@ struct Model {
     Linear head;
     void* pool;
     int64_t num_pages;
-    int32_t num_layers, d_model, d_ff, heads, kv_heads, head_dim, kv_kind;
+    int32_t num_layers, d_model, d_ff, heads, kv_heads, head_dim, kv_kind;  // kv_kind: 0 to 3 as in Linear
     float eps;
 };
 
@@ -208,48 +51,8 @@ namespace {
 
 constexpr int KEYS = 64;          // per softmax update
 constexpr int QUERY_ROWS = 48;    // that share one pass over the keys
-constexpr int DEPTH = 2048;       // K per pass of a large product: 128 KB of float32 weights stay in L2
-constexpr int ROW_BLOCK = 96;     // rows that share one reading of the weights
 
 inline long pad16(long n) { return (n + 15) / 16 * 16; }
-
-template <class W>
-void product(const float* a, long lda, int M, const Linear& w, float* c, long ldc) {
-    const W* weight = static_cast<const W*>(w.weight);
-    const int groups = (w.n + 15) / 16;
-    const W* b[6];
-    if (M <= MAX_ROWS) {
-        for (int g = 0; g < groups;) {
-            int P = groups - g < GROUPS[M] ? groups - g : GROUPS[M];
-            for (int p = 0; p < P; p++) b[p] = weight + long(g + p) * w.k * 16;
-            tile(M, P, a, lda, b, 16, w.k, c + g * 16, ldc, w.bias ? w.bias + g * 16 : nullptr, 0);
-            g += P;
-        }
-        return;
-    }
-    for (int m0 = 0; m0 < M; m0 += ROW_BLOCK) {
-        const Tiles tiles(M - m0 < ROW_BLOCK ? M - m0 : ROW_BLOCK);
-        for (int k0 = 0; k0 < w.k; k0 += DEPTH) {
-            const int depth = w.k - k0 < DEPTH ? w.k - k0 : DEPTH;
-            for (int g = 0; g < groups; g++) {
-                b[0] = weight + (long(g) * w.k + k0) * 16;
-                for (int t = 0; t < tiles.count; t++) {
-                    const int r = tiles.begin(t), rows = tiles.begin(t + 1) - r;
-                    float* to = c + (m0 + r) * ldc + g * 16;
-                    const float* init = k0 ? to : w.bias ? w.bias + g * 16 : nullptr;
-                    tile(rows, 1, a + (m0 + r) * lda + k0, lda, b, 16, depth, to, ldc, init, k0 ? ldc : 0);
-                }
-            }
-        }
-    }
-}
-
-// c [M][ldc] = a [M][lda] W + bias
-void linear(const float* a, long lda, int M, const Linear& w, float* c, long ldc) {
-    if (w.kind == 0) product<float>(a, lda, M, w, c, ldc);
-    else if (w.kind == 1) product<BF16>(a, lda, M, w, c, ldc);
-    else product<F16>(a, lda, M, w, c, ldc);
-}
 
 void rms_norm(const float* x, const float* weight, float* out, int n, float eps) {
     __m256 s = _mm256_setzero_ps();
@@ -298,22 +101,62 @@ void rotate(float* head, const float* cos, const float* sin, int half) {
 template <class T>
 struct Pages {
     T* base;
-    long keys, head, page;  // elements
+    static constexpr bool quantised = std::is_same_v<T, int8_t>;
+    long keys, scales, head, page;  // elements
     Pages(const Model& m, int layer) {
         keys = long(m.head_dim) * 16;
-        head = keys + 16 * pad16(m.head_dim);
+        scales = keys + 16 * pad16(m.head_dim);
+        head = scales + (quantised ? 2 * 16 * long(sizeof(float)) : 0);
         page = head * m.kv_heads;
         base = static_cast<T*>(m.pool) + long(layer) * m.num_pages * page;
     }
     T* key(int64_t p, int h) const { return base + p * page + h * head; }
     T* value(int64_t p, int h) const { return key(p, h) + keys; }
+    float* key_scales(int64_t p, int h) const { return reinterpret_cast<float*>(key(p, h) + scales); }
+    float* value_scales(int64_t p, int h) const { return key_scales(p, h) + 16; }
 };
+
+// Rounds a head [D] to 127 steps either way, `stride` apart; returns the step. Anything but finite numbers makes it NaN.
+inline float quantise(const float* x, int D, int8_t* out, long stride) {
+    float largest = 0;
+    bool finite = true;
+    for (int d = 0; d < D; d++) {
+        const float size = std::fabs(x[d]);
+        finite &= size <= 3.4e38f;
+        largest = size > largest ? size : largest;
+    }
+    const float inverse = finite && largest > 0 ? 127.0f / largest : 0.0f;
+    for (int d = 0; d < D; d++) out[d * stride] = int8_t(std::nearbyint(finite ? x[d] * inverse : 0.0f));
+    return finite ? largest / 127.0f : NAN;
+}
+
+// Writes one position's key and value of head h.
+template <class T>
+inline void put(const Pages<T>& pages, int64_t page, int inside, int h, const float* k, const float* v, int D) {
+    T *keys = pages.key(page, h), *values = pages.value(page, h) + inside * pad16(D);
+    if constexpr (Pages<T>::quantised) {
+        pages.key_scales(page, h)[inside] = quantise(k, D, keys + inside, 16);
+        pages.value_scales(page, h)[inside] = quantise(v, D, values, 1);
+    } else {
+        for (int d = 0; d < D; d++) store1(keys + d * 16, inside, k[d]);
+        for (int d = 0; d < D; d++) store1(values + d / 16 * 16, d % 16, v[d]);
+    }
+}
+
+// rows [R][KEYS] times 16 values from column `at` on
+inline void scale_columns(float* rows, int R, int at, const float* scales) {
+    const __m256 lo = _mm256_loadu_ps(scales), hi = _mm256_loadu_ps(scales + 8);
+    for (int r = 0; r < R; r++) {
+        float* to = rows + r * KEYS + at;
+        _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), lo));
+        _mm256_storeu_ps(to + 8, _mm256_mul_ps(_mm256_loadu_ps(to + 8), hi));
+    }
+}
 
 // Normalises and rotates the queries and keys of qkv [T][ld] in place and writes keys and values to the pool.
 template <class T>
 void write_kv(const Model& m, const Layer& layer, const Pages<T>& pages, const Step& s, float* qkv, long ld) {
     const int D = m.head_dim, half = D / 2;
-    const long Dp = pad16(D);
     for (int t = 0; t < s.num_tokens; t++) {
         float* row = qkv + t * ld;
         const float *cos = m.cos + long(s.positions[t]) * half, *sin = m.sin + long(s.positions[t]) * half;
@@ -326,9 +169,7 @@ void write_kv(const Model& m, const Layer& layer, const Pages<T>& pages, const S
         const int inside = int(s.slots[t] % 16);
         for (int h = 0; h < m.kv_heads; h++) {
             const float *k = row + (m.heads + h) * D, *v = row + (m.heads + m.kv_heads + h) * D;
-            T *keys = pages.key(page, h), *values = pages.value(page, h) + inside * Dp;
-            for (int d = 0; d < D; d++) store1(keys + d * 16, inside, k[d]);
-            for (int d = 0; d < D; d++) store1(values + d / 16 * 16, d % 16, v[d]);
+            put(pages, page, inside, h, k, v, D);
         }
     }
 }
@@ -408,11 +249,17 @@ void attend(const Model& m, const Pages<T>& pages, const int32_t* table, int h, 
                     values[p] = pages.value(table[key0 / 16 + p], h);
                 }
                 tile(R, used, queries + r0 * D, D, keys, 16, D, scores, KEYS, nullptr, 0);
+                if constexpr (Pages<T>::quantised)
+                    for (int p = 0; p < used; p++)
+                        scale_columns(scores, R, p * 16, pages.key_scales(table[key0 / 16 + p], h));
                 for (int r = 0; r < R; r++) {
                     const int hi = position(r0 + r) + 1 - key0;
                     soften(scores + r * KEYS, oldest(r0 + r) - key0, hi < visible ? hi : visible, maximum[r0 + r],
                            total[r0 + r], outputs + (r0 + r) * Dp, Dp);
                 }
+                if constexpr (Pages<T>::quantised)
+                    for (int p = 0; p < used; p++)
+                        scale_columns(scores, R, p * 16, pages.value_scales(table[key0 / 16 + p], h));
                 for (int p = 0; p < used; p++) {
                     const int depth = visible - p * 16 < 16 ? visible - p * 16 : 16;
                     for (int d = 0; d < Dp; d += 64) {
@@ -508,7 +355,9 @@ int64_t work_floats(const Model* m, int64_t num_tokens) {
 }
 
 // Elements of one page of one layer, all KV heads.
-int64_t page_elements(const Model* m) { return Pages<char>(*m, 0).page; }
+int64_t page_elements(const Model* m) {
+    return m->kv_kind == 3 ? Pages<int8_t>(*m, 0).page : Pages<char>(*m, 0).page;
+}
 
 // Reads n floats in eight streams, about as fast as one thread can: the limit that benchmarks compare with.
 float read_all(const float* p, int64_t n) {
@@ -525,7 +374,8 @@ float read_all(const float* p, int64_t n) {
 void execute(const Model* m, const Step* s) {
     if (m->kv_kind == 0) run<float>(*m, *s);
     else if (m->kv_kind == 1) run<BF16>(*m, *s);
-    else run<F16>(*m, *s);
+    else if (m->kv_kind == 2) run<F16>(*m, *s);
+    else run<int8_t>(*m, *s);
 }
 
 }  // extern "C"

@@ -22,23 +22,22 @@ from llm.backend.native_layout import (
     ModelStruct,
     Packer,
     StepStruct,
-    Storage,
-    WeightStorage,
     address,
     aligned,
     lossless_storage,
-    padded,
 )
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.config import DecoderConfig
+from llm.cost.storage import padded
 from llm.decoder import DecoderWeights, rope_table
+from llm.storage import KvStorage, WeightOption
 
 PAGE = 16  # positions; a block is one page or several
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """KV of swapped-out blocks: [layers, n, elements of a block]."""
+    """KV of swapped-out blocks, scales included: [layers, n, elements of a block]."""
 
     data: np.ndarray
 
@@ -47,7 +46,8 @@ class NativeBackend:
     """Float32 arithmetic; `weight_storage` and `kv_storage` name what weights and KV are kept as.
 
     Weight storage `auto` keeps bfloat16 wherever that loses nothing (a bfloat16 checkpoint) and float32
-    elsewhere, so results don't depend on it. One thread; `execute` releases the GIL for the whole step, and
+    elsewhere, so results don't depend on it; int8 and int4 weights and int8 KV are rounded as llm.quantise
+    says, the head of an int4 model to int8. One thread; `execute` releases the GIL for the whole step, and
     it and the swaps must be called from one thread at a time.
 
     Raises NativeUnavailable where the machine lacks AVX2 or a compiler, ValueError for a block size that is
@@ -63,8 +63,8 @@ class NativeBackend:
         *,
         num_blocks: int,
         block_size: int = 16,
-        weight_storage: WeightStorage = "auto",
-        kv_storage: Storage = "float32",
+        weight_storage: WeightOption = "auto",
+        kv_storage: KvStorage = "float32",
     ) -> None:
         if block_size % PAGE:
             raise ValueError("the native backend's block size is a multiple of 16")
@@ -86,10 +86,20 @@ class NativeBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """Stored bytes that one decode step reads: every linear and the head."""
+        """Stored bytes that one decode step reads: every linear and the head, with their scales."""
         return self._packer.linear_bytes
 
-    def _describe(self, weights: DecoderWeights, kv_storage: Storage) -> ModelStruct:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of everything but the KV: what a step reads, token embeddings, norms, biases, rope tables."""
+        packer = self._packer
+        return packer.linear_bytes + packer.vector_bytes + packer.table_bytes + self._embedding.nbytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def _describe(self, weights: DecoderWeights, kv_storage: KvStorage) -> ModelStruct:
         c = self.config
         cos, sin = rope_table(c.rope, self.max_positions, torch.device("cpu"), torch.float32)
         half = c.head_dim // 2
@@ -99,9 +109,9 @@ class NativeBackend:
         return ModelStruct(
             layers=self._layers,
             norm=self._packer.vector(weights.norm),
-            cos=self._packer.vector(cos[:, 0, half:]),
-            sin=self._packer.vector(sin[:, 0, half:]),
-            head=self._packer.linear(weights.lm_head, None),
+            cos=self._packer.table(cos[:, 0, half:]),
+            sin=self._packer.table(sin[:, 0, half:]),
+            head=self._packer.head(weights.lm_head),
             num_pages=self.num_blocks * self.block_size // PAGE,
             num_layers=c.num_layers,
             d_model=c.d_model,
@@ -113,11 +123,11 @@ class NativeBackend:
             eps=c.norm_eps,
         )
 
-    def _make_pool(self, kv_storage: Storage) -> np.ndarray:
-        """[layers, blocks, elements of a block]; 16-bit storage is seen as uint16."""
+    def _make_pool(self, kv_storage: KvStorage) -> np.ndarray:
+        """[layers, blocks, elements of a block]; 16-bit storage is seen as uint16, int8 as bytes."""
         page = self._library.page_elements(ctypes.byref(self._model))
         shape = (self.config.num_layers, self.num_blocks, self.block_size // PAGE * page)
-        dtype = np.float32 if kv_storage == "float32" else np.uint16
+        dtype = {"float32": np.float32, "int8": np.uint8}.get(kv_storage, np.uint16)
         return aligned(int(np.prod(shape)), dtype).reshape(shape)
 
     def execute(self, plan: StepPlan) -> np.ndarray:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.cpp")
+HEADERS = "native*.h"  # beside it
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 NEEDED_CPU_FLAGS = frozenset({"avx2", "fma", "f16c"})
 COMPILE_SECONDS = 120
@@ -70,7 +71,8 @@ def _compiled() -> Path:
     program = compiler()
     assert program is not None
     key = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), " ".join(FLAGS).encode(), program.encode(), *_machine()):
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob(HEADERS)))]
+    for part in (*sources, " ".join(FLAGS).encode(), program.encode(), *_machine()):
         key.update(len(part).to_bytes(8, "little") + part)
     directory = cache_directory()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)

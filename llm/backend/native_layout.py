@@ -1,22 +1,22 @@
-"""How native.cpp sees the model: its structs, and weights packed as it reads them."""
+"""How native.cpp and its headers see the model: their structs, and weights packed as they read them."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llm.cost.storage import padded
 from llm.decoder import LayerWeights
+from llm.quantise import quantise_int4, quantise_int8
+from llm.storage import WeightOption, WeightStorage, head_storage
 
-Storage = Literal["float32", "bfloat16", "float16"]
-WeightStorage = Literal["auto", "float32", "bfloat16", "float16"]
-
-KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Sixteen bfloat16 columns are stored interleaved: see native.cpp.
+# Sixteen bfloat16 columns are stored interleaved: see native_lanes.h.
 _INTERLEAVED = [i // 2 + 8 * (i % 2) for i in range(16)]
 
 
@@ -24,6 +24,7 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("kind", ctypes.c_int32),
@@ -76,12 +77,14 @@ class StepStruct(ctypes.Structure):
 
 
 class Packer:
-    """Lays weights out as native.cpp reads them, and keeps them alive."""
+    """Lays weights out as native.cpp reads them, keeps them alive and counts their bytes."""
 
-    def __init__(self, storage: WeightStorage) -> None:
+    def __init__(self, storage: WeightOption) -> None:
         self._storage = storage
         self._kept: list[np.ndarray] = []
-        self.linear_bytes = 0
+        self.linear_bytes = 0  # weights of linears and head with their scales
+        self.vector_bytes = 0  # norms and biases
+        self.table_bytes = 0  # cosines and sines
 
     def layer(self, w: LayerWeights, window: int) -> LayerStruct:
         return LayerStruct(
@@ -102,32 +105,76 @@ class Packer:
         """Address of a float32 copy."""
         if tensor is None:
             return None
-        copy = aligned(tensor.numel(), np.float32, zero=False)
-        copy[:] = tensor.to(torch.float32).numpy().ravel()
+        self.vector_bytes += tensor.numel() * 4
+        return self._keep(tensor.to(torch.float32))
+
+    def table(self, tensor: Tensor) -> int:
+        """Address of a float32 copy."""
+        self.table_bytes += tensor.numel() * 4
+        return self._keep(tensor.to(torch.float32))
+
+    def head(self, weight: Tensor) -> LinearStruct:
+        return self.linear(weight, None, head_storage(self._storage))
+
+    def _keep(self, values: Tensor) -> int:
+        """Address of a copy on a cache line of its own."""
+        array = values.contiguous().numpy()
+        copy = aligned(array.size, array.dtype, zero=False)
+        copy[:] = array.ravel()
         self._kept.append(copy)
         return int(copy.ctypes.data)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearStruct:
-        """[out, in] becomes [out / 16][in][16], padded with zero outputs."""
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, storage: WeightOption | None = None
+    ) -> LinearStruct:
+        """[out, in] becomes [out / 16][in][16], or int4's blocks, padded with zero outputs."""
         n, k = weight.shape
+        storage = storage or self._storage
+        kind: WeightStorage = lossless_storage(weight) if storage == "auto" else storage
         if bias is not None:
             bias = torch.nn.functional.pad(bias, (0, padded(n) - n))
-        storage = self._storage if self._storage != "auto" else lossless_storage(weight)
-        groups = torch.nn.functional.pad(weight, (0, 0, 0, padded(n) - n)).to(_TORCH[storage])
-        groups = groups.view(-1, 16, k).transpose(1, 2)
-        if storage == "bfloat16":
-            groups = groups[:, :, _INTERLEAVED]
-        view = groups.contiguous() if storage == "float32" else groups.contiguous().view(torch.int16)
-        packed = aligned(view.numel(), np.float32 if storage == "float32" else np.int16, zero=False)
-        packed[:] = view.numpy().ravel()
-        self._kept.append(packed)
-        self.linear_bytes += packed.nbytes
+        packed, scale = _packed(torch.nn.functional.pad(weight, (0, 0, 0, padded(n) - n)), kind)
+        self.linear_bytes += packed.nbytes + (0 if scale is None else scale.nbytes)
         return LinearStruct(
-            weight=packed.ctypes.data, bias=self.vector(bias), n=n, k=k, kind=KINDS[storage], unused=0
+            weight=self._keep(packed),
+            bias=self.vector(bias),
+            scale=None if scale is None else self._keep(scale),
+            n=n,
+            k=k,
+            kind=KINDS[kind],
+            unused=0,
         )
 
 
-def lossless_storage(weight: Tensor) -> Storage:
+def _packed(weight: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor | None]:
+    """[n, k] with n a multiple of 16 as native_product.h reads it, and int8's scales [n]."""
+    if storage == "int4":
+        return _int4_blocks(weight), None
+    if storage == "int8":
+        values, scale = quantise_int8(weight)
+        return _column_groups(values), scale
+    columns = _column_groups(weight.to(_TORCH[storage]))
+    if storage == "bfloat16":
+        columns = columns[:, :, _INTERLEAVED]
+    return (columns if storage == "float32" else columns.contiguous().view(torch.int16)), None
+
+
+def _column_groups(weight: Tensor) -> Tensor:
+    """[n, k] -> [n / 16, k, 16]."""
+    return weight.unflatten(0, (-1, 16)).transpose(1, 2)
+
+
+def _int4_blocks(weight: Tensor) -> Tensor:
+    """[n, k] -> uint8 [n / 16, k / 32, 288]: 16 scales, then 4 x 16 words of eight inputs each."""
+    values, scale = quantise_int4(weight)  # [n, groups, 32], [n, groups]
+    nibbles = values.view(torch.uint8) & 15
+    words = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).view(-1, 16, scale.shape[1], 4, 4)
+    words = words.permute(0, 2, 3, 1, 4).flatten(2)  # [n / 16, groups, 4 words x 16 columns x 4 bytes]
+    scales = scale.to(torch.bfloat16).view(-1, 16, scale.shape[1])[:, _INTERLEAVED].transpose(1, 2)
+    return torch.cat((scales.contiguous().view(torch.uint8), words), 2)
+
+
+def lossless_storage(weight: Tensor) -> WeightStorage:
     same = torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
     return "bfloat16" if same else "float32"
 
@@ -138,10 +185,6 @@ def _pad_halves(joined: Tensor) -> Tensor:
     missing = padded(halves.shape[1]) - halves.shape[1]
     tail = (0, 0) * (halves.ndim - 2)
     return torch.nn.functional.pad(halves, (*tail, 0, missing)).flatten(0, 1)
-
-
-def padded(count: int) -> int:
-    return -(-count // 16) * 16
 
 
 def aligned(count: int, dtype: Any, zero: bool = True) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,21 +9,24 @@ from torch import Tensor
 from llm.backend.base import StepPlan
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.config import DecoderConfig
-from llm.decoder import Batch, Decoder, DecoderWeights, SequenceSpan, make_pool
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedBlocks:
-    """KV of swapped-out blocks on the host: [layers, 2, K, n, block_size, D]."""
-
-    data: Tensor
+from llm.decoder import Batch, Decoder, DecoderWeights, SequenceSpan
+from llm.kv_pool import KvPool, SwappedBlocks
 
 
 class TorchBackend:
-    """Weights and KV pool on one device. `execute` and the swaps must be called from one thread at a time."""
+    """Weights and KV pool on one device, the pool in the weights' dtype or, with `int8_kv`, in 8 bits.
+
+    `execute` and the swaps must be called from one thread at a time.
+    """
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, *, num_blocks: int, block_size: int = 16
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        int8_kv: bool = False,
     ) -> None:
         self.config = config
         self.block_size = block_size
@@ -35,7 +36,7 @@ class TorchBackend:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.decoder = Decoder(config, weights, self.max_positions)
-        self.pool = make_pool(config, num_blocks, block_size, self.device, self.dtype)
+        self.pool = KvPool(config, num_blocks, block_size, self.device, self.dtype, int8=int8_kv)
         self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.d_model)
 
     @torch.inference_mode()
@@ -43,7 +44,7 @@ class TorchBackend:
         """See Backend. Raises PlanError for a plan out of bounds, before anything is written."""
         ragged = flatten(plan, self._limits)
         for source, target in plan.copies:
-            self.pool[:, :, :, target] = self.pool[:, :, :, source]
+            self.pool.copy_block(source, target)
         if not plan.items:
             return np.empty((0, self.vocab_size), np.float32)
         logits = self.decoder.forward(self._batch(plan, ragged), self.pool)
@@ -80,6 +81,10 @@ class TorchBackend:
         )
 
     @property
+    def kv_bytes(self) -> int:
+        return self.pool.nbytes
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that one decode step reads: every linear and the head."""
         w = self.decoder.weights
@@ -93,10 +98,8 @@ class TorchBackend:
         return self.decoder.weights.embedding.to("cpu", torch.float32).numpy()
 
     def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
-        return SwappedBlocks(self.pool[:, :, :, list(blocks)].to("cpu", copy=True))
+        return self.pool.swap_out(blocks)
 
     def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
-        if handle.data.shape[3] != len(blocks):
-            raise ValueError("a swapped-out handle goes back into as many blocks as it came from")
-        self.pool[:, :, :, list(blocks)] = handle.data.to(self.device)
+        self.pool.swap_in(handle, blocks)

@@ -10,7 +10,6 @@ from llm.cost.memory import (
     TrainingLedger,
     activation_bytes,
     inference_ledger,
-    kv_block_bytes,
     kv_bytes,
     kv_bytes_per_token,
     kv_copies,
@@ -42,6 +41,13 @@ from llm.cost.rules import (
     swap_seconds,
 )
 from llm.cost.shape import DecoderShape
+from llm.cost.storage import (
+    WeightBytes,
+    kv_block_bytes,
+    kv_element_bytes,
+    native_weight_bytes,
+    stored_precision,
+)
 from llm.cost.work import (
     Bound,
     Chunk,
@@ -71,6 +77,7 @@ __all__ = [
     "Precision",
     "StepTime",
     "TrainingLedger",
+    "WeightBytes",
     "Work",
     "activation_bytes",
     "attention_flops",
@@ -87,6 +94,7 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_capacity_bytes",
     "kv_copies",
+    "kv_element_bytes",
     "kv_elements_per_layer",
     "kv_shards",
     "kv_share",
@@ -94,6 +102,7 @@ __all__ = [
     "logits_bytes",
     "make_swap_rule",
     "max_batch",
+    "native_weight_bytes",
     "num_blocks",
     "parallel_decode_time",
     "prefill_time",
@@ -103,6 +112,7 @@ __all__ = [
     "speculation_speedup",
     "step_time",
     "step_work",
+    "stored_precision",
     "swap_is_cheaper",
     "swap_seconds",
     "time_work",

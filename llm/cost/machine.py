@@ -14,6 +14,7 @@ class Precision:
     weight_bytes: float = 2.0  # per parameter: 4, 2, 1 or 0.5
     kv_bytes: float = 2.0  # per cached element
     compute_bits: int = 16  # format of the matrix multiply: 32, 16 or 8
+    held_bytes: int = 0  # all that an engine holds for its weights, where that is known
 
     def __post_init__(self) -> None:
         if self.weight_bytes <= 0 or self.kv_bytes <= 0:

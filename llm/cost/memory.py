@@ -21,7 +21,13 @@ def kv_elements_per_layer(shape: DecoderShape) -> int:
 
 def kv_bytes_per_token(shape: DecoderShape, element_bytes: float = 2) -> float:
     """What one more token adds: 2 * L * n_kv * d_head * s. Layers with a window count while it isn't full."""
-    return (shape.num_full_layers + shape.num_sliding_layers) * kv_elements_per_layer(shape) * element_bytes
+    layers = shape.num_full_layers + shape.num_sliding_layers
+    return layers * _whole(kv_elements_per_layer(shape) * element_bytes)
+
+
+def _whole(num_bytes: float) -> float:
+    """An element's share of a scale may have no exact float, but heads come to whole bytes."""
+    return round(num_bytes) if math.isclose(num_bytes, round(num_bytes), rel_tol=1e-9) else num_bytes
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -37,17 +43,10 @@ def kv_bytes(shape: DecoderShape, num_tokens: int, element_bytes: float = 2, blo
         raise CostError("token counts are at least 0 and blocks hold at least 1")
     held = num_blocks(num_tokens, block_size) * block_size
     windowed = min(held, num_blocks(shape.sliding_window, block_size) * block_size)
-    per_layer = kv_elements_per_layer(shape) * element_bytes
+    per_layer = _whole(kv_elements_per_layer(shape) * element_bytes)
     growing = (shape.num_full_layers * held + shape.num_sliding_layers * windowed) * per_layer
     state = shape.linear_state * shape.num_linear_layers * STATE_BYTES if num_tokens else 0
     return math.ceil(growing) + state
-
-
-def kv_block_bytes(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, element_bytes: int
-) -> int:
-    """One block of a pool of plain keys and values, for whoever allocates it."""
-    return 2 * num_layers * num_kv_heads * head_dim * block_size * element_bytes
 
 
 def kv_shards(shape: DecoderShape, tensor: int) -> int:
@@ -69,6 +68,11 @@ def kv_share(shape: DecoderShape, tensor: int) -> float:
 
 def weight_bytes(shape: DecoderShape, element_bytes: float = 2) -> int:
     return math.ceil(shape.num_params * element_bytes)
+
+
+def held_weight_bytes(shape: DecoderShape, precision: Precision) -> int:
+    """What the engine holds where that is known, else `weight_bytes` a parameter."""
+    return precision.held_bytes or weight_bytes(shape, precision.weight_bytes)
 
 
 def logits_bytes(shape: DecoderShape, num_positions: int, element_bytes: float = 4) -> int:
@@ -108,7 +112,7 @@ def inference_ledger(
     precision = precision or Precision()
     one = kv_bytes(shape, context, precision.kv_bytes, block_size)
     return InferenceLedger(
-        weights=math.ceil(weight_bytes(shape, precision.weight_bytes) / tensor),
+        weights=math.ceil(held_weight_bytes(shape, precision) / tensor),
         kv=math.ceil(num_sequences * one * kv_share(shape, tensor)),
         activations=activation_bytes(shape, num_sequences, num_sequences),
         workspace=workspace_bytes,

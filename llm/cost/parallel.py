@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llm.cost.machine import Machine, Precision
-from llm.cost.memory import kv_bytes, kv_share, weight_bytes
+from llm.cost.memory import held_weight_bytes, kv_bytes, kv_share
 from llm.cost.params import CostError
 from llm.cost.shape import DecoderShape
 from llm.cost.work import StepTime, decode_work, time_work, weights_read
@@ -47,12 +47,13 @@ def check_parallel(shape: DecoderShape, parallel: Parallel) -> None:
         raise CostError("there are more expert-parallel devices than experts")
 
 
-def device_weight_bytes(shape: DecoderShape, parallel: Parallel, element_bytes: float = 2) -> float:
+def device_weight_bytes(shape: DecoderShape, parallel: Parallel, precision: Precision | None = None) -> float:
     """Weights on one device."""
+    precision = precision or Precision()
     if parallel.expert > 1:
         routed = shape.num_experts * shape.expert_params
-        return (shape.shared_params + routed / parallel.expert) * element_bytes
-    return weight_bytes(shape, element_bytes) / (parallel.tensor * parallel.pipeline)
+        return (shape.shared_params + routed / parallel.expert) * precision.weight_bytes
+    return held_weight_bytes(shape, precision) / (parallel.tensor * parallel.pipeline)
 
 
 def device_kv_share(shape: DecoderShape, parallel: Parallel) -> float:
@@ -68,7 +69,7 @@ def kv_capacity_bytes(
 ) -> float:
     """Bytes of cache, over all sequences, that a replica holds beside weights and workspace."""
     precision, parallel = precision or Precision(), parallel or Parallel()
-    held = device_weight_bytes(shape, parallel, precision.weight_bytes) + machine.workspace_bytes
+    held = device_weight_bytes(shape, parallel, precision) + machine.workspace_bytes
     return max(0.0, machine.memory_bytes - held) / device_kv_share(shape, parallel)
 
 
@@ -83,7 +84,7 @@ def max_batch(
     """B_max of a replica: sequences of `context` tokens beside weights and workspace; 0 without room."""
     precision, parallel = precision or Precision(), parallel or Parallel()
     room = machine.memory_bytes - machine.workspace_bytes
-    room -= int(device_weight_bytes(shape, parallel, precision.weight_bytes))
+    room -= int(device_weight_bytes(shape, parallel, precision))
     one = kv_bytes(shape, context, precision.kv_bytes, block_size) * device_kv_share(shape, parallel)
     return max(0, int(room // one)) if one else 0
 

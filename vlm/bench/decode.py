@@ -25,6 +25,7 @@ from llm.backend.native_build import load_library
 from llm.config import DecoderConfig, read_decoder_config
 from llm.cost import kv_block_bytes
 from llm.load import load_backend
+from llm.storage import KvStorage
 from vlm.bench.report import report, result, spread
 from vlm.config import DEFAULT_MODEL as DEFAULT_PATH
 
@@ -125,10 +126,10 @@ def read_bandwidth(rounds: int) -> list[float]:
     return rates[1:]
 
 
-def bytes_per_step(backend: Backend, config: DecoderConfig, batch: int, context: int, kv_width: int) -> float:
+def bytes_per_step(backend: Backend, config: DecoderConfig, batch: int, context: int, kv: KvStorage) -> float:
     """Weights once, the KV of every sequence once."""
-    kv = kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, context * batch, kv_width)
-    return backend.weight_bytes + kv  # type: ignore[attr-defined]
+    read = kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, context * batch, kv)
+    return backend.weight_bytes + read  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def against_transformers(
             spread=spread(ratios),
         )
     }
-    moved = bytes_per_step(backend, config, 1, CONTEXT, 4 if bits == "fp32" else 2)
+    moved = bytes_per_step(backend, config, 1, CONTEXT, "float32" if bits == "fp32" else "bfloat16")
     if moved > CACHE_BYTES:
         used = [moved / seconds / limit for seconds, limit in zip(turns.ours, turns.bandwidth, strict=True)]
         results[f"mbu_b1_{bits}{suffix}"] = result(

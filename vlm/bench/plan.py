@@ -161,8 +161,7 @@ def compare(
 def _block_bytes(runner: EngineRunner) -> int:
     """Bytes of the pool that really is allocated, per block."""
     backend: Any = runner.engine._backend
-    pool = backend.pool if hasattr(backend, "pool") else backend._pool
-    return int(pool.nbytes) // int(backend.num_blocks)
+    return int(backend.kv_bytes) // int(backend.num_blocks)
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from encoder.config import EncoderConfig
 from encoder.geometry import TowerShape, VisionGeometry
+from llm.config import ConfigError, DecoderConfig
 from llm.cost import CostError, DecoderShape, Machine
+from llm.storage import WeightStorage
 from preprocess.tiling import Idefics3Tiling, tiling_from_json
 from preprocess.types import TilingRule
 from vlm.config import DEFAULT_MODEL
@@ -29,6 +31,8 @@ class PlannedModel:
     tower: TowerShape | None = None
     tiling: TilingRule | None = None
     directory: Path | None = None
+    config: DecoderConfig | None = None  # of a checkpoint that this engine runs
+    embedding: WeightStorage = "float32"  # how it keeps that checkpoint's token embeddings
 
 
 def _presets(file: str) -> dict[str, dict[str, Any]]:
@@ -108,7 +112,16 @@ def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedM
         tower=tower,
         tiling=tiling,
         directory=directory,
+        config=_decoder_config(config),
+        embedding="bfloat16" if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else "float32",
     )
+
+
+def _decoder_config(config: dict[str, Any]) -> DecoderConfig | None:
+    try:
+        return DecoderConfig.from_hf(config)
+    except ConfigError:
+        return None
 
 
 @cache

@@ -20,11 +20,14 @@ from vlm.plan.options import (
     Json,
     Model,
     Plot,
+    StoredKv,
+    StoredWeights,
     Weights,
     at_least_one,
     decoder_of,
     precision_of,
     show,
+    stored,
 )
 
 app = typer.Typer(
@@ -42,6 +45,8 @@ def kv(
     sequences: Annotated[int, typer.Option(help="Concurrent sequences.")] = 8,
     weight_bits: Weights = 16,
     kv_bits: Cache = 16,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     block_size: Annotated[int, typer.Option(help="Positions of a block; 1 counts without paging.")] = 1,
     as_json: Json = False,
     plot: Plot = None,
@@ -51,8 +56,8 @@ def kv(
     Example: vlm plan kv --model 7b-mha --machine h100 --context 32768 --plot capacity.png
     """
     chosen, device = load_model(model), load_machine(machine)
-    precision = precision_of(weight_bits, kv_bits)
     shape = decoder_of(chosen, False)
+    precision = stored(chosen, shape, precision_of(weight_bits, kv_bits), weights, kv_storage)
     plan = caches.plan_kv(
         shape,
         device,
@@ -89,6 +94,8 @@ def serve(
     slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Limit; 0 is none.")] = 0.0,
     weight_bits: Weights = 16,
     kv_bits: Cache = 16,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     compute_bits: Compute = 16,
     exact: Exact = False,
     as_json: Json = False,
@@ -99,7 +106,9 @@ def serve(
     Example: vlm plan serve --model llama-3.1-70b --machine h100 --tensor 4 --batch 32 --rate 5
     """
     chosen, device = load_model(model), load_machine(machine)
-    shape, precision = decoder_of(chosen, exact), precision_of(weight_bits, kv_bits, compute_bits)
+    shape = decoder_of(chosen, exact)
+    bits = precision_of(weight_bits, kv_bits, compute_bits)
+    precision = stored(chosen, shape, bits, weights, kv_storage)
     if not 0 <= cached_tokens < prompt_tokens:
         raise CostError("at least one token of the prompt is not cached")
     load = serving.Workload(
@@ -136,6 +145,8 @@ def batch(
     tensor: Annotated[int, typer.Option(help="Tensor-parallel devices.")] = 1,
     weight_bits: Weights = 16,
     kv_bits: Cache = 16,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     compute_bits: Compute = 16,
     exact: Exact = False,
     as_json: Json = False,
@@ -146,11 +157,13 @@ def batch(
     Example: vlm plan batch --model llama-3-8b --context 32768 --kv-bits 8 --plot batching.png
     """
     chosen, device = load_model(model), load_machine(machine)
+    shape = decoder_of(chosen, exact)
+    bits = precision_of(weight_bits, kv_bits, compute_bits)
     plan = batching.plan_batch(
-        decoder_of(chosen, exact),
+        shape,
         device,
         at_least_one(context, "the context"),
-        precision_of(weight_bits, kv_bits, compute_bits),
+        stored(chosen, shape, bits, weights, kv_storage),
         at_least_one(tensor, "the number of devices"),
     )
     title = f"{chosen.title} on {device.name}, {context:,} tokens"

@@ -22,11 +22,14 @@ from vlm.plan.options import (
     Exact,
     Json,
     Plot,
+    StoredKv,
+    StoredWeights,
     Weights,
     at_least_one,
     decoder_of,
     precision_of,
     show,
+    stored,
 )
 from vlm.plan.report import ScheduleReport, render_reports, report
 from vlm.plan.routing import FleetLoad
@@ -93,6 +96,8 @@ def image(
         float,
         typer.Option(help="Bits per cached element; 0: 16, for a checkpoint the engine's."),
     ] = 0,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     block_size: Annotated[
         int, typer.Option(min=0, help="Positions of a KV block; 0: 1, for a checkpoint the engine's.")
     ] = 0,
@@ -113,10 +118,9 @@ def image(
         tower = images.with_encoder(
             tower, tile_pixels or geometry.image_size, patch_pixels or geometry.patch_size
         )
-    decoder, precision = (
-        decoder_of(chosen, exact),
-        precision_of(weight_bits, kv_bits or (32 if chosen.directory else 16)),
-    )
+    decoder = decoder_of(chosen, exact)
+    bits = precision_of(weight_bits, kv_bits or (32 if chosen.directory else 16))
+    precision = stored(chosen, decoder, bits, weights, kv_storage)
     costs: tuple[images.ImageCost, ...] = ()
     counts, markers = [at_least_one(tiles, "the number of tiles")] * images_per_request, 0
     if photos:
@@ -191,6 +195,8 @@ def schedule(
     slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Limit for goodput; 0 is none.")] = 50.0,
     weight_bits: Weights = 16,
     kv_bits: Cache = 16,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     exact: Exact = False,
     as_json: Json = False,
     plot: Plot = None,
@@ -204,7 +210,8 @@ def schedule(
     policies: list[Policy] = [_policy(name) for name in policy or POLICIES]
     if "disaggregated" in policies and not policy and not device.link_bandwidth:
         policies.remove("disaggregated")  # this machine has no peer to send a cache to
-    shape, precision = decoder_of(chosen, exact), precision_of(weight_bits, kv_bits)
+    shape = decoder_of(chosen, exact)
+    precision = stored(chosen, shape, precision_of(weight_bits, kv_bits), weights, kv_storage)
     base = Rules("static", slots, window_ms / 1e3, token_budget, prefill_devices)
     sims = [simulate(shape, device, arrivals, replace(base, policy=name), precision) for name in policies]
     reports = ScheduleReports(tuple(report(sim, slo_ttft_ms / 1e3, slo_tpot_ms / 1e3) for sim in sims))
@@ -241,6 +248,8 @@ def fleet(
     max_utilisation: Annotated[float, typer.Option(help="Of every stage.")] = FLEET.max_utilisation,
     weight_bits: Weights = 16,
     kv_bits: Cache = 16,
+    weights: StoredWeights = None,
+    kv_storage: StoredKv = None,
     exact: Exact = False,
     as_json: Json = False,
     plot: Plot = None,
@@ -250,7 +259,8 @@ def fleet(
     Example: vlm plan fleet --model smolvlm-2.2b --machine l40s --rate 100000
     """
     chosen, device = load_model(model), load_machine(machine)
-    tower, precision = _tower(chosen), precision_of(weight_bits, kv_bits)
+    tower, shape = _tower(chosen), decoder_of(chosen, exact)
+    precision = stored(chosen, shape, precision_of(weight_bits, kv_bits), weights, kv_storage)
     load = FleetLoad(
         requests_per_s=rate,
         questions_per_image=questions,
@@ -263,7 +273,6 @@ def fleet(
         slo_tpot_s=slo_tpot_ms / 1e3,
         max_utilisation=max_utilisation,
     )
-    shape = decoder_of(chosen, exact)
     plan = fleets.plan_fleet(shape, tower, device, load, precision)
     title = f"{chosen.title} on {device.name}, mean TTFT {slo_ttft_ms:g} ms, TPOT {slo_tpot_ms:g} ms"
     if plot:

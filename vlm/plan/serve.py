@@ -137,7 +137,7 @@ def _device_bytes(
     shape: DecoderShape, machine: Machine, batch: int, context: int, precision: Precision, parallel: Parallel
 ) -> float:
     cache = batch * kv_bytes(shape, context, precision.kv_bytes) * device_kv_share(shape, parallel)
-    return device_weight_bytes(shape, parallel, precision.weight_bytes) + cache + machine.workspace_bytes
+    return device_weight_bytes(shape, parallel, precision) + cache + machine.workspace_bytes
 
 
 def speculative_tpot(
