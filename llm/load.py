@@ -22,7 +22,7 @@ from llm.config import ConfigError, DecoderConfig, read_decoder_config, read_jso
 from llm.cost import kv_block_bytes
 from llm.cost.storage import padded
 from llm.decoder import DecoderWeights, LayerWeights
-from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightOption
+from llm.storage import storage_of
 
 BackendName = Literal["auto", "torch", "native"]
 
@@ -240,21 +240,6 @@ def load_backend(
     return TorchBackend(
         config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8"
     )
-
-
-def storage_of(dtype: str, weights: str, kv: str, native: bool) -> tuple[WeightOption, KvStorage]:
-    """What weights and KV are kept as. Raises ValueError for what the backend can't keep."""
-    if weights not in WEIGHT_OPTIONS:
-        raise ValueError(f"weights is one of {', '.join(WEIGHT_OPTIONS)}")
-    if kv not in KV_OPTIONS:
-        raise ValueError(f"kv is one of {', '.join(KV_OPTIONS)}")
-    if not native and weights not in ("auto", dtype):
-        raise ValueError(f"{weights} weights need the native backend; torch keeps them in its dtype, {dtype}")
-    if not native and kv not in ("auto", dtype, "int8"):
-        raise ValueError(f"a {kv} KV cache needs the native backend; torch keeps it in {dtype} or int8")
-    stored: Any = dtype if weights == "auto" and dtype != "float32" else weights
-    cached: Any = dtype if kv == "auto" else kv
-    return stored, cached
 
 
 def _native_fits(device: str, block_size: int) -> bool:

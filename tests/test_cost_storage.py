@@ -23,8 +23,8 @@ from llm.cost import (
     weights_read,
 )
 from llm.cost.storage import padded
-from llm.load import load_backend, storage_of
-from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightStorage
+from llm.load import load_backend
+from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightStorage, storage_of
 from vlm.plan.cli import kv as plan_kv
 
 needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))

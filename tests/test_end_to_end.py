@@ -7,6 +7,7 @@ import io
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ import torch
 from fidelity import random_checkpoint
 from PIL import Image
 
+from llm.backend.native_build import why_unavailable
 from llm.request import Delta, Finished, Prompt, SamplingParams, Usage
 from vlm.build import build_local_pipeline
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline, PreparedRequest
 from vlm.train.documents import make_document
 
+needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 QUESTIONS = ("What is in the image?", "Read the text.", "How many shapes are there?")
 
 
@@ -120,10 +123,18 @@ def document_requests() -> list[tuple[list[bytes], str]]:
     return [*asked, (two, "How many shapes are there?")]
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_warm_answers_equal_cold_answers(backend: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "torch"},
+        {"backend": "auto"},
+        pytest.param({"kv": "int8", "weights": "int4"}, marks=needs_native),
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_warm_answers_equal_cold_answers(settings: dict[str, Any]) -> None:
     """users.md C9: a cached prefix changes nothing but the time."""
-    options = EngineOptions(backend=backend, kv_cache_mb=64)
+    options = EngineOptions(kv_cache_mb=64, **settings)
     asked = document_requests()
     twice = asyncio.run(generate(options, asked + asked, 24, "fast"))
     cold = asyncio.run(generate(replace(options, prefix_cache=False), asked, 24, "fast"))

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from llm.config import read_decoder_config, read_json_object
-from llm.cost import DecoderShape, Machine, Precision, make_swap_rule
+from llm.cost import DecoderShape, Machine, make_swap_rule, stored_precision
 from llm.engine_config import EngineConfig, SwapRule
+from llm.storage import storage_of
 from preprocess.limits import ImageLimits
 from preprocess.types import Variant
 from vlm.config import ConfigError, EngineOptions, ServeConfig
@@ -97,8 +98,9 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
         )
         directory = ModelSource.parse(options.model).directory
         shape = DecoderShape.from_config(read_json_object(directory / "config.json"))
-        element_bytes = 4.0 if options.dtype == "float32" else 2.0
-        return make_swap_rule(shape, machine, Precision(element_bytes, element_bytes), BLOCK_SIZE)
+        weights = options.dtype if options.weights == "auto" else options.weights
+        stored = stored_precision(shape, weights, options.kv_storage)
+        return make_swap_rule(shape, machine, stored, BLOCK_SIZE)
 
     return lambda num_tokens, num_blocks: rule()(num_tokens, num_blocks)
 
@@ -133,6 +135,8 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         device=options.device,
         dtype=options.dtype,
         backend=options.backend,
+        weights=options.weights,
+        kv=options.kv,
     )
     tokenizer = Tokenizer.from_directory(source.directory)
     batcher = _tile_batcher(encoder, options)
@@ -149,6 +153,8 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         "model": source.name,
         "backend": type(backend).__name__,
         "dtype": options.dtype,
+        "weights": options.weights,
+        "kv": options.kv_storage,
         "threads": options.threads,
         "num_blocks": backend.num_blocks,
         "block_size": backend.block_size,
@@ -166,7 +172,7 @@ def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
-    spec = ModelSpec.load(options.model, variant=variant)
+    spec = ModelSpec.load(options.model, variant=variant, kv=options.kv_storage)
     return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
 
 
@@ -210,9 +216,23 @@ def build_engine_client(config: ServeConfig, options: EngineOptions, spec: Model
     )
 
 
+def check_storage(options: EngineOptions) -> None:
+    """Before a process is started for it. Raises ConfigError where the backend can't store so."""
+    from llm.backend.native_build import why_unavailable
+
+    reason = "" if options.backend == "torch" or options.device != "cpu" else why_unavailable()
+    if reason is None:
+        return
+    try:
+        storage_of(options.dtype, options.weights, options.kv, native=False)
+    except ValueError as error:
+        raise ConfigError("; ".join(filter(None, (str(error), reason)))) from None
+
+
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
     """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path."""
-    spec = ModelSpec.load(options.model, variant=config.variant)
+    check_storage(options)
+    spec = ModelSpec.load(options.model, variant=config.variant, kv=options.kv_storage)
     return Pipeline(
         spec,
         build_preprocess(config),

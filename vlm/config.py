@@ -6,7 +6,9 @@ import dataclasses
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from llm.storage import KvOption, KvStorage, WeightOption
 
 DEFAULT_MODEL = str(Path(__file__).parent / "model")
 
@@ -25,6 +27,8 @@ class EngineOptions:
     backend: Literal["auto", "torch", "native"] = "auto"
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: WeightOption = "auto"  # stored as; auto: dtype, or bfloat16 where that loses nothing
+    kv: KvOption = "auto"  # the KV cache stored as; auto: dtype
     threads: int = 1
     kv_cache_mb: int = 512
     visual_cache_mb: int = 256
@@ -33,6 +37,10 @@ class EngineOptions:
     prefix_cache: bool = True
     speculation: Literal["off", "ngram"] = "off"
     speculation_rows: int = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge
+
+    @property
+    def kv_storage(self) -> KvStorage:
+        return self.dtype if self.kv == "auto" else self.kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,11 @@ def from_mapping(cls: type[T], values: dict[str, Any]) -> T:
     unknown = sorted(values.keys() - known.keys())
     if unknown:
         raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    types = get_type_hints(cls)
     for name, value in values.items():
         default = known[name].default
+        if get_origin(types[name]) is Literal and value not in get_args(types[name]):
+            raise ConfigError(f"{name} is one of {', '.join(get_args(types[name]))}, not {value!r}")
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             continue
         if type(value) is not type(default):

@@ -13,8 +13,9 @@ from encoder.geometry import VisionGeometry
 from encoder.openclip import open_clip_tower
 from encoder.revision import encoder_revision, open_clip_revision
 from llm.config import ConfigError, DecoderConfig, read_json_object
-from llm.cost import DecoderShape, kv_bytes
+from llm.cost import DecoderShape, kv_bytes, kv_element_bytes
 from llm.request import VisualKey
+from llm.storage import KvStorage
 from llm.tokenizer import Tokenizer
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
@@ -91,10 +92,11 @@ class ModelSpec:
     tokenizer: Tokenizer
     preprocess: PreprocessSpec
     revision: str  # of the encoder, 64 hex digits
+    kv: KvStorage = "float32"  # how the engine stores its cache
     _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def load(cls, model: str | Path, *, variant: Variant = "fast") -> ModelSpec:
+    def load(cls, model: str | Path, *, variant: Variant = "fast", kv: KvStorage = "float32") -> ModelSpec:
         """Reads a checkpoint directory's JSON files and hashes its vision weights.
 
         Raises ConfigError (or the package's own ValueError) where it isn't a checkpoint of a known family.
@@ -122,6 +124,7 @@ class ModelSpec:
             tokenizer=Tokenizer.from_directory(directory),
             preprocess=preprocess,
             revision=revision,
+            kv=kv,
         )
 
     @property
@@ -161,8 +164,9 @@ class ModelSpec:
         return len(self.image_format.run(grid).token_ids)
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """KV cache of a sequence of this length, whole blocks, in the cache's default 32 bits."""
-        return int(kv_bytes(self.shape, num_tokens, element_bytes=4, block_size=BLOCK_SIZE))
+        """KV cache of a sequence of this length, whole blocks, as the engine stores it."""
+        element_bytes = kv_element_bytes(self.kv, self.shape.head_dim)
+        return int(kv_bytes(self.shape, num_tokens, element_bytes, block_size=BLOCK_SIZE))
 
 
 def _processor_config(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ NAMES = (
     "decode",
     "accuracy",
     "peers",
+    "quantise",
 )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.request import Failed, RequestError
+from llm.storage import KvOption, WeightOption
 from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer, EngineGone
@@ -65,11 +66,14 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def engine_options(model: str, threads: int, question: Question) -> EngineOptions:
+def engine_options(
+    model: str, threads: int, question: Question, *, weights: WeightOption = "auto", kv: KvOption = "auto"
+) -> EngineOptions:
     """The default engine with no more KV cache than the running pages need: more would only keep pages that
     never come again. Two whole contexts at least, for the lines of batch files."""
-    options = EngineOptions(model=DEFAULT_MODEL if model == "default" else model, threads=threads)
-    spec = ModelSpec.load(options.model)
+    model = DEFAULT_MODEL if model == "default" else model
+    options = EngineOptions(model=model, threads=threads, weights=weights, kv=kv)
+    spec = ModelSpec.load(options.model, kv=options.kv_storage)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
     num_tokens = max(
         (options.max_running + 1) * min(page_tokens, spec.context_length), 2 * spec.context_length

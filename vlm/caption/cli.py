@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from llm.storage import KvOption, WeightOption
 from vlm.config import EngineOptions, ServeConfig
 
 _ENGINE, _SERVE = EngineOptions(), ServeConfig()
@@ -46,6 +47,10 @@ def caption_command(
     broker: Annotated[str, typer.Option(help="redis://...: decode in Celery workers.")] = _SERVE.broker,
     store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = _SERVE.store,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = _ENGINE.threads,
+    weights: Annotated[
+        WeightOption, typer.Option(help="How weights are stored; int8 and int4 are rounded.")
+    ] = _ENGINE.weights,
+    kv: Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded.")] = _ENGINE.kv,
     decode_processes: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
     window: Annotated[
         int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")
@@ -73,7 +78,7 @@ def caption_command(
         seed=seed,
         temperature=temperature,
     )
-    engine = engine_options(model, threads, question)
+    engine = engine_options(model, threads, question, weights=weights, kv=kv)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
     job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)

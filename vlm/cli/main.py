@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from llm.storage import KvOption, WeightOption
 from vlm.cli.errors import run
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
 
@@ -59,6 +60,13 @@ Store = Annotated[str, typer.Option(help="redis://... of the blob store; default
 Threads = Annotated[int, typer.Option(min=1, help="Threads of the model.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and activations.")]
+Weights = Annotated[
+    WeightOption,
+    typer.Option(
+        help="How weights are stored; int8 and int4 are rounded. auto: exactly, as small as that goes."
+    ),
+]
+Kv = Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: as dtype.")]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 ENGINE, SERVE = EngineOptions(), ServeConfig()
 
@@ -83,6 +91,8 @@ def ask(
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = ENGINE.threads,
+    weights: Weights = ENGINE.weights,
+    kv: Kv = ENGINE.kv,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings and token counts.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +104,7 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    options = _engine_options(model, threads=threads)
+    options = _engine_options(model, threads=threads, weights=weights, kv=kv)
     command.ask(images, question, options, params, as_json=as_json, stats=stats)
 
 
@@ -140,6 +150,8 @@ def serve(
     ] = SERVE.remote_engine,
     config: Annotated[Path | None, typer.Option(help="TOML file with [serve] and [engine] tables.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    weights: Weights = ENGINE.weights,
+    kv: Kv = ENGINE.kv,
     allow_public: Annotated[
         bool, typer.Option("--allow-public", help="Listen beyond this machine although no keys are set.")
     ] = False,
@@ -158,7 +170,8 @@ def serve(
                 "broker": broker,
                 "store": store,
                 "remote_engine": remote_engine,
-            }
+            },
+            "engine": {"weights": weights, "kv": kv},
         },
         model=None if model == "default" else model,
         threads=threads,
@@ -215,6 +228,8 @@ def worker_generate(
     threads: Threads = ENGINE.threads,
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
+    weights: Weights = ENGINE.weights,
+    kv: Kv = ENGINE.kv,
     kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for KV blocks.")] = ENGINE.kv_cache_mb,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = ENGINE.max_running,
 ) -> None:
@@ -226,7 +241,14 @@ def worker_generate(
     from workers.generate_worker import run as run_worker
 
     options = _engine_options(
-        model, threads=threads, device=device, dtype=dtype, kv_cache_mb=kv_cache_mb, max_running=max_running
+        model,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        kv=kv,
+        kv_cache_mb=kv_cache_mb,
+        max_running=max_running,
     )
     run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
 

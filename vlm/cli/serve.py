@@ -16,13 +16,18 @@ def merged(
     tables = read_config(config_file) if config_file else {}
     serve = from_mapping(ServeConfig, tables.get("serve", {}))
     engine = from_mapping(EngineOptions, tables.get("engine", {}))
-    defaults = {f.name: f.default for f in fields(ServeConfig)}
-    given = {name: value for name, value in options["serve"].items() if value != defaults[name]}
+    given = _changed(ServeConfig, options["serve"])
+    engine = replace(engine, **_changed(EngineOptions, options.get("engine", {})))
     if model is not None:
         engine = replace(engine, model=model)
     if threads is not None:
         engine = replace(engine, threads=threads)
     return replace(serve, **given), engine
+
+
+def _changed(config: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {f.name: f.default for f in fields(config)}
+    return {name: value for name, value in options.items() if value != defaults[name]}
 
 
 def serve_command(
