@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -110,11 +111,19 @@ def test_the_only_replica_killed_ends_in_a_clear_error_before_the_deadline(
 ) -> None:
     async def main() -> None:
         async with node(redis_server.url, deadline_s=20.0) as (pipeline, _):
-            task = asyncio.create_task(ask(pipeline, "r", picture(0), LONG))
-            await asyncio.sleep(0.5)
+            received: list[Event] = []
+
+            async def stream() -> None:
+                prepared = pipeline.prepare("r", question(picture(0)), replace(LONG, max_tokens=1900))
+                async for event in pipeline.run(prepared):
+                    received.append(event)
+
+            task = asyncio.create_task(stream())
+            await until(lambda: num_tokens(received) > 0)
             replica.kill()
             started = time.monotonic()
-            last = (await task)[-1]
+            await task
+            last = received[-1]
             assert isinstance(last, Failed) and last.code in ("engine_died", "request_timeout")
             assert time.monotonic() - started < 25
 

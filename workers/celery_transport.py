@@ -5,13 +5,40 @@ Messages that it gives back to a replica's queue end with it.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+from redis.exceptions import OutOfMemoryError
 
 from workers.celery_app import PASSING_S
 from workers.cluster import GENERATE_PREFIX
+
+log = logging.getLogger(__name__)
+
+
+class LastingQoS(kombu_redis.QoS):
+    """Knows what was delivered and acknowledged though Redis, at its memory limit, takes no note of it.
+
+    A worker would exit over it. What is not noted may come again, or be lost with the worker; whoever waits
+    for the work sends it again, and doing it twice does no harm.
+    """
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        try:
+            super().append(message, delivery_tag)
+        except OutOfMemoryError:
+            log.warning("Redis is at its memory limit: a delivery was not noted")
+            virtual.QoS.append(self, message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        try:
+            super().ack(delivery_tag)
+        except OutOfMemoryError:
+            log.warning("Redis is at its memory limit: an acknowledgement was not noted")
+            virtual.QoS.ack(self, delivery_tag)
 
 
 class LastingChannel(kombu_redis.Channel):
@@ -21,6 +48,8 @@ class LastingChannel(kombu_redis.Channel):
     unacknowledged, as it wants to give them back, and again as their tasks end and acknowledge them; it takes
     any other error than a connection's for unrecoverable and exits.
     """
+
+    QoS = LastingQoS
 
     def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
         if self.connection is None or self.connection.client is None:
