@@ -114,21 +114,21 @@ def test_images_in_the_queue_say_since_when(redis_url: str, client: redis.Redis)
 class Monitor(threading.Thread):
     """Celery's events as they come, as Flower and `celery events` read them."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self._app = app
+        self._url = url
+        self._receiver: Any = None
         self.seen: Counter[str] = Counter()
         self.tasks: dict[str, str] = {}
-        self.stop = False
 
     def run(self) -> None:
-        with self._app.connection() as connection:
-            receiver = self._app.events.Receiver(connection, handlers={"*": self._take})
-            while not self.stop:
-                try:
-                    receiver.capture(limit=None, timeout=0.5, wakeup=True)
-                except TimeoutError:
-                    continue
+        with make_app(self._url) as app, app.connection() as connection:
+            self._receiver = app.events.Receiver(connection, handlers={"*": self._take})
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def close(self) -> None:
+        self._receiver.should_stop = True
+        self.join(10)
 
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "task-received":
@@ -160,13 +160,12 @@ def test_monitors_see_every_worker_and_task(redis_server: RedisServer) -> None:
         cluster_worker("encode", url),
         cluster_worker("generate", url, "--name", "a", "--kv-cache-mb", "16"),
     ):
-        seen_by = Monitor(app)
+        seen_by = Monitor(url)
         seen_by.start()
         try:
             watch(app, url, seen_by, answer)
         finally:
-            seen_by.stop = True
-            seen_by.join(10)
+            seen_by.close()
 
 
 def watch(app: Any, url: str, monitor: Monitor, answer: Callable[[], Coroutine[Any, Any, str]]) -> None:
