@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from llm.backend import native_build
 from llm.backend.base import Backend, StepItem, StepPlan
+from llm.backend.native import NativeBackend
 from llm.backend.native_build import why_unavailable
 from llm.backend.torch_backend import TorchBackend
 from llm.config import read_decoder_config
@@ -146,6 +148,25 @@ def test_quantised_layers_equal_torch_on_the_multiplied_out_weights(
     np.testing.assert_array_equal(run_chunks(native, ids, table, chunks), whole)
 
 
+@needs_native
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_inputs_beyond_one_pass_of_the_caches_are_summed_in_the_same_order(
+    storage: str, tmp_path: Path
+) -> None:
+    """2100 inputs: a pass of 2048, then a block that is cut short inside a word."""
+    path, _ = random_decoder(tmp_path, "llama_gqa2")
+    narrow = read_decoder_config(path)
+    weights, config = load_weights(path, narrow), replace(narrow, d_ff=2100)
+    wide = {"gate_up": random_weight(4200, 64, 1), "down": random_weight(64, 2100, 2)}
+    weights = replace(weights, layers=tuple(replace(layer, **wide) for layer in weights.layers))
+    ids, table = ids_of(5, 100), tuple(range(8))
+    reference = TorchBackend(config, multiplied_out(weights, storage), num_blocks=8)
+    native = NativeBackend(config, weights, num_blocks=8, weight_storage=storage)  # type: ignore[arg-type]
+    whole = run_chunks(native, ids, table, [100])
+    assert relative_error(whole, run_chunks(reference, ids, table, [100])) <= 1e-5
+    np.testing.assert_array_equal(run_chunks(native, ids, table, [1, 2, 6, 11, 20, 60]), whole)
+
+
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backend:
     """With an int8 cache."""
@@ -268,3 +289,33 @@ def test_engine_answers_are_the_same_cold_warm_and_preempted(preemption: str, tm
     stats = harness.engine.stats()
     assert (stats.preempted_swap if preemption == "swap" else stats.preempted_recompute) > 0
     assert sum(f.usage.cached_tokens for f in harness.finished.values() if f.usage) > 0
+
+
+@needs_native
+@pytest.mark.slow
+def test_one_register_of_sixteen_and_two_of_eight_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build for any AVX2 machine against this machine's own, which may have AVX-512."""
+    path, _ = random_decoder(tmp_path, "llama_yarn_odd_sizes")
+    ids, table, chunks = ids_of(4, 100), tuple(range(8)), [1, 2, 3, 5, 9, 40, 40]
+
+    def logits() -> list[np.ndarray]:
+        return [
+            run_chunks(
+                load_backend(path, num_blocks=8, backend="native", weights=weights, kv=kv), ids, table, chunks
+            )
+            for weights, kv in (("int4", "int8"), ("int8", "float16"), ("bfloat16", "bfloat16"))
+        ]
+
+    own = logits()
+    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in native_build.FLAGS)
+    assert flags != native_build.FLAGS
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_build, "FLAGS", flags)
+    native_build.load_library.cache_clear()
+    try:
+        for portable, mine in zip(logits(), own, strict=True):
+            np.testing.assert_array_equal(portable, mine)
+    finally:
+        native_build.load_library.cache_clear()

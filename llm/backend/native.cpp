@@ -1,8 +1,8 @@
 // One decoder step on an x86-64 CPU (AVX2, FMA, F16C): ragged chunks of many sequences in one call.
 //
-// Arithmetic is float32; weights and KV may be stored in 16 bits. Every output value is computed by one fixed
-// sequence of operations that depends on its own row only, so a row's result is bitwise the same alone, in any
-// batch, and for any chunking. Contraction is off (-ffp-contract=off): the fused operations are those spelled out.
+// Arithmetic is float32; weights may be stored in 16, 8 or 4 bits, KV in 16 or 8. Every output value is computed by
+// one fixed sequence of operations that depends on its own row only, so a row's result is bitwise the same alone, in
+// any batch, and for any chunking. Contraction is off (-ffp-contract=off): the fused operations are those spelled out.
 //
 // Layouts (those of weights are in native_product.h):
 //   KV       [layer][page][kv head]{ keys [D][16], values [16][Dp] }, Dp = D rounded up to 16;
