@@ -33,6 +33,7 @@ def test_each_preset_answers_in_each_format(tmp_path: Path, preset: str, form: s
 
     journal = out if form == "jsonl" else out.with_name(out.name + ".jsonl")
     rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    rows.sort(key=lambda row: row["path"])  # the journal's order is that of completion
     texts = [row["text"] for row in rows]
     assert len(rows) == 2 and all(texts) and {row["preset"] for row in rows} == {preset}
     fields = list(FIELDS_SCHEMA["required"]) if preset == "fields" else []

@@ -94,7 +94,7 @@ def test_nothing_overflows_at_either_width(page: Page, picture: Path, width: int
     ask(page, "A" * 120 + "?", 1)
     page.resize(width, 844)
     page.wait(f"window.innerWidth === {width}")
-    assert page.js("document.documentElement.scrollWidth") <= width
+    page.wait(f"document.documentElement.scrollWidth <= {width}")  # once the tiles have followed the image
     shot = tmp_path / "shot.png"
     page.screenshot(shot)
     with Image.open(io.BytesIO(shot.read_bytes())) as image:
