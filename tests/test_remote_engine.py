@@ -72,7 +72,9 @@ def test_answers_and_counts_are_those_of_the_engine_in_process(
         local = build_local_pipeline(OPTIONS)
         await local.start()
         async with node(redis_url, pair, SPEC) as (pipeline, _):
-            for seed in range(4):
+            for seed in range(40):
+                if seed >= 4 and all(direct.taken for direct in pair):
+                    break  # whose image it is depends on a digest: some go to both soon
                 for again in range(2):
                     params = SamplingParams(max_tokens=24, temperature=0.8, seed=seed, n=2)
                     there = await ask(pipeline, f"r{seed}{again}", picture(seed), params)
