@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 from PIL import Image
 
 from llm.request import SamplingParams
+from vlm.bench.pages import encode
 from vlm.bench.report import report, result, say
 from vlm.build import build_local_pipeline
 from vlm.caption.presets import make_question
 from vlm.cli.ask import answer, answer_messages
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.train.documents import Document, preset_questions
-from vlm.train.evaluate import Report, evaluate, held_out_documents
+from vlm.train.evaluate import Report, evaluate, held_out_documents, share
 
 SALES = ("receipt", "invoice")
 PARAMS = SamplingParams(max_tokens=128)
@@ -34,26 +34,20 @@ class Answerer:
         self._loop.run_until_complete(self._pipeline.start())
 
     def __call__(self, image: Image.Image, question: str) -> str:
-        told = answer(self._pipeline, [_png(image)], question, PARAMS)
+        told = answer(self._pipeline, [encode(image, "PNG")], question, PARAMS)
         return self._loop.run_until_complete(told).answer.strip()
 
     def preset(self, image: Image.Image, name: str) -> str:
         """What captioning's preset `name` makes of the page."""
         question = make_question(preset=name).resolved(self._pipeline.spec)
         told = answer_messages(
-            self._pipeline, question.prompt, question.messages(_png(image)), question.params
+            self._pipeline, question.prompt, question.messages(encode(image, "PNG")), question.params
         )
         return self._loop.run_until_complete(told).answer.strip()
 
     def close(self) -> None:
         self._loop.run_until_complete(self._pipeline.close())
         self._loop.close()
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 def _told(documents: Sequence[Document]) -> Iterator[Document]:
@@ -82,13 +76,6 @@ def measure(options: EngineOptions, count: int, blank: bool = True) -> tuple[Rep
     return found, {name: sum(right) / len(right) for name, right in hits.items() if right}
 
 
-def _share(pairs: dict[str, tuple[int, int]], kind: str, documents: Sequence[str]) -> tuple[float, int]:
-    """(share that is right, number asked) of one kind of question over kinds of documents."""
-    chosen = [pairs[name] for one in documents if (name := f"{one}/{kind}") in pairs]
-    asked = sum(pair[1] for pair in chosen)
-    return (sum(pair[0] for pair in chosen) / asked if asked else float("nan")), asked
-
-
 def summarise(found: Report, presets: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The figures a model card states first."""
     results = {}
@@ -96,8 +83,8 @@ def summarise(found: Report, presets: dict[str, float]) -> dict[str, dict[str, A
         *((kind, SALES) for kind in ("total", "date", "seller", "price", "number")),
         *((kind, ("shapes",)) for kind in ("colour", "shape", "count", "caption")),
     ):
-        value, asked = _share(found.exact, kind, documents)
-        blank, _ = _share(found.blank, kind, documents)
+        value, asked = share(found.exact, kind, documents)
+        blank, _ = share(found.blank, kind, documents)
         results[kind] = result(value, "exact", of=asked, blank_page=round(blank, 4))
     for name, kinds in (("sales", SALES), ("sign", ("sign",)), ("label", ("label",)), ("all", ())):
         rate = found.character_error_rate(kinds) if kinds else found.character_error_rate()

@@ -50,9 +50,7 @@ class Report:
 
     def accuracy(self, question_kind: str, kinds: Iterable[str] = tuple(KINDS)) -> float:
         """Exact match of one question kind over several document kinds; nan where none was asked."""
-        pairs = [self.exact[name] for kind in kinds if (name := f"{kind}/{question_kind}") in self.exact]
-        asked = sum(pair[1] for pair in pairs)
-        return sum(pair[0] for pair in pairs) / asked if asked else float("nan")
+        return share(self.exact, question_kind, kinds)[0]
 
     def character_error_rate(self, kinds: Iterable[str] = tuple(KINDS)) -> float:
         """Edit distance over reference length, of whole texts; nan where none was asked."""
@@ -69,6 +67,13 @@ class Report:
             rate = f"{self.character_error_rate([kind]):.3f}" if question_kind == "text" else ""
             rows.append(f"| {name} | {right / asked:.3f} | {asked} | {empty} | {rate} |")
         return "\n".join(rows)
+
+
+def share(counts: dict[str, tuple[int, int]], question_kind: str, kinds: Iterable[str]) -> tuple[float, int]:
+    """(share that is right, nan where none was asked; number asked) over kinds of documents."""
+    pairs = [counts[name] for kind in kinds if (name := f"{kind}/{question_kind}") in counts]
+    asked = sum(pair[1] for pair in pairs)
+    return (sum(pair[0] for pair in pairs) / asked if asked else float("nan")), asked
 
 
 def held_out_documents(
