@@ -96,6 +96,15 @@ async def final(bench: Bench, batch: Batch) -> Batch:
     return bench.store.get("", batch.id)
 
 
+async def run_to_the_end(bench: Bench, batch: Batch) -> Batch:
+    """By a runner that is started and closed around it."""
+    runner = bench.runner(Rows())
+    await runner.start()
+    ended = await final(bench, batch)
+    await runner.close()
+    return ended
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -176,14 +185,7 @@ def test_a_batch_that_expired_while_no_server_ran_ends_at_the_next_start(data_di
     made = bench.create()
     bench.clock.now += 1000
 
-    async def run() -> Batch:
-        runner = bench.runner(Rows())
-        await runner.start()
-        batch = await final(bench, made)
-        await runner.close()
-        return batch
-
-    batch = asyncio.run(run())
+    batch = asyncio.run(run_to_the_end(bench, made))
     assert batch.status == "expired" and batch.completed + batch.failed == 20
 
 
@@ -276,14 +278,7 @@ def test_a_full_disk_is_waited_out(data_dir: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(RowFile, "append", failing)
 
-    async def run() -> Batch:
-        runner = bench.runner(Rows())
-        await runner.start()
-        batch = await final(bench, made)
-        await runner.close()
-        return batch
-
-    batch = asyncio.run(run())
+    batch = asyncio.run(run_to_the_end(bench, made))
     assert batch.status == "completed" and (batch.completed, batch.failed) == (16, 4)
 
 
