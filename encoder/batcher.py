@@ -198,7 +198,7 @@ class TileBatcher:
         self._forget_unwanted()
         if self.due_in() != 0.0:
             return None
-        self._turn = self._next_class()
+        self._turn = self.next_class
         if self._turn == "batch":
             limit = min(limit, self.max_batch_tiles)
         queue = self._queues[self._turn]
@@ -284,7 +284,9 @@ class TileBatcher:
         queue = self._queues["interactive"]
         queue.insert(sum(1 for other in queue if other.since <= job.since), job)
 
-    def _next_class(self) -> Priority:
+    @property
+    def next_class(self) -> Priority:
+        """Whose tiles the next batch takes."""
         waiting = {name: [job for job in queue if job.left] for name, queue in self._queues.items()}
         if not waiting["batch"]:
             return "interactive"

@@ -17,14 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hostile_images import many_scan_jpeg
+from niceness import decoding_at_priority
 from PIL import Image
 
+from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import Idefics3Tiling
 from preprocess.types import ImageError
 from workers.preprocess_local import LocalOptions, LocalPreprocess
-from workers.stages import DecodeLimits, StageUnavailable
+from workers.stages import DecodeLimits, StageUnavailable, Urgency
 
 SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
 LIMITS = ImageLimits()
@@ -204,6 +206,16 @@ def test_d9_image_that_needs_too_much_memory_ends_after_three_attempts() -> None
                 await stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=100)
             assert caught.value.code == "image_processing_failed"
             assert stage.restarts == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_only_images_of_batch_work_are_decoded_at_lower_priority(priority: Priority) -> None:
+    async def main() -> None:
+        async with pool() as stage:
+            with decoding_at_priority(stage.pids[0], priority):
+                await stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency(priority))
 
     asyncio.run(main())
 

@@ -14,32 +14,33 @@ import sys
 from typing import Any
 
 from preprocess.limits import ImageLimits
-from preprocess.memory import steady_memory
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
+from workers.background import Background
 from workers.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.messages import FRAME_HEADER, frame_sizes, pack_frame
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, background: Background) -> None:
     """Until the parent closes its end."""
     send(connection, {"op": "ready"})
     while (frame := receive(connection)) is not None:
         header, data = frame
         limit_cpu(int(header["cpu_s"]))
         try:
-            tiles = preprocess(
-                data,
-                PreprocessSpec.from_json(header["spec"]),
-                ImageLimits.from_json(header["limits"]),
-                int(header["page"]),
-            )
+            payload = background.run(header["priority"], make_tiles, header, data)
         except ImageError as error:
             send(connection, {"op": "error", "code": error.code, "message": error.message})
         else:
-            send(connection, {"op": "tiles"}, to_bytes(tiles))
+            send(connection, {"op": "tiles"}, payload)
         unlimit_cpu()
+
+
+def make_tiles(header: dict[str, Any], data: bytes) -> bytes:
+    """Tiles in wire format. Raises ImageError."""
+    spec, limits = PreprocessSpec.from_json(header["spec"]), ImageLimits.from_json(header["limits"])
+    return to_bytes(preprocess(data, spec, limits, int(header["page"])))
 
 
 def send(connection: socket.socket, header: dict[str, Any], payload: bytes = b"") -> None:
@@ -76,11 +77,11 @@ def main() -> None:
     parser.add_argument("--memory-bytes", type=int, required=True)
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    background = Background()
     limit_memory(options.memory_bytes)
-    steady_memory()
     try:
         with socket.socket(fileno=options.fd) as connection:
-            serve(connection)
+            serve(connection, background)
     except MemoryError:
         sys.exit(OUT_OF_MEMORY_EXIT)
     except (BrokenPipeError, ConnectionResetError):

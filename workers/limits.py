@@ -12,10 +12,7 @@ OUT_OF_MEMORY_EXIT = 3  # exit status of a process whose image asked for more me
 def limit_memory(spare_bytes: int) -> None:
     """Lets this process grow by `spare_bytes` of address space, and write no core file."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space_bytes() + spare_bytes
-    resource.setrlimit(
-        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
+    resource.setrlimit(resource.RLIMIT_AS, (_under(_address_space_bytes() + spare_bytes, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
@@ -24,9 +21,7 @@ def limit_cpu(seconds: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
+    resource.setrlimit(resource.RLIMIT_CPU, (_under(limit, hard), hard))
 
 
 def unlimit_cpu() -> None:

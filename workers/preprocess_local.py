@@ -100,15 +100,17 @@ class LocalPreprocess:
             "page": page,
             "cpu_s": self._options.limits.cpu_within(deadline_s),
         }
+        urgency = urgency or Urgency()
         failures = 0
         self._waiting += 1
         try:
             async with asyncio.timeout(deadline_s):
                 num_bytes = header.width * header.height * _BYTES_PER_PIXEL
-                async with self._turns.hold(num_bytes, urgency or Urgency()):
+                async with self._turns.hold(num_bytes, urgency):
                     while failures < MAX_ATTEMPTS:
                         try:
-                            return await self._attempt(frame, data, hang_s=deadline_s / 2)
+                            asked = {**frame, "priority": urgency.priority}
+                            return await self._attempt(asked, data, hang_s=deadline_s / 2)
                         except DecoderDied:
                             failures += 1
         except TimeoutError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
@@ -41,7 +41,9 @@ class CachedVisuals:
 class EngineRunner:
     """Steps the encoder's batcher and the engine in turn, so that an encode never delays a running stream by
     more than one tile batch: of `busy_max_tiles` while somebody reads along, which of batch work nobody does.
-    What arrives waits for one of the two at most. Not thread-safe: one owner."""
+    What arrives waits for one of the two at most, what is interactive for that under way alone: whichever of
+    the two takes it up passes the other, once in a row, if that is all batch work. Not thread-safe: one
+    owner."""
 
     def __init__(
         self,
@@ -57,7 +59,9 @@ class EngineRunner:
         self._about = about or {}
         self._busy_max_tiles = min(busy_max_tiles, batcher.max_tiles)
         self._priorities: dict[str, Priority] = {}  # of live requests
-        self._has_encoded = False  # in the latest step
+        self._latest: Literal["step", "interactive", "batch"] = "step"  # the engine's step, or whose tiles
+        self._was_out_of_turn = False  # the latest
+        self._has_arrived = False  # an interactive request, since the engine's latest step
         self._pieces = Pieces(self._priorities.get)
         self._wanted: dict[VisualKey, Priority] = {}  # keys asked for whose tiles have not come
 
@@ -75,6 +79,7 @@ class EngineRunner:
         for key in {span.key for span in request.prompt.spans}:
             self._batcher.cache.query(key)
         self._priorities[request.id] = request.priority
+        self._has_arrived |= request.priority == "interactive"
 
     def cancel(self, request_id: str) -> None:
         self.engine.cancel(request_id)
@@ -116,14 +121,29 @@ class EngineRunner:
 
     def step(self) -> list[Event]:
         """One tile batch or one engine step, in turn while both have work."""
-        if self._batcher.due_in() == 0.0 and not (self._has_encoded and self.engine.has_work):
-            self._has_encoded = True
+        if self._batcher.due_in() == 0.0 and self._are_tiles_next():
+            self._latest = self._batcher.next_class
             busy = self.engine.has_interactive_running
             self._batcher.step(self._busy_max_tiles if busy else None)
             return []
-        self._has_encoded = False
+        self._latest, self._has_arrived = "step", False
         told = self._pieces.join(self.engine.step())
         return [event for event in told if self._note(event)]
+
+    def _are_tiles_next(self) -> bool:
+        """While tiles are due."""
+        if not self.engine.has_work:
+            return True
+        tiles, in_turn = self._batcher.next_class, self._latest == "step"
+        if self._was_out_of_turn:
+            passes = False
+        elif in_turn:
+            passes = tiles == "batch" and self._has_arrived
+        else:
+            behind = self._has_arrived or self.engine.has_interactive_running
+            passes = tiles == "interactive" and self._latest == "batch" and not behind
+        self._was_out_of_turn = passes
+        return in_turn != passes
 
     def _note(self, event: Event) -> bool:
         """Keeps the books; False for a wish whose tiles have already come for another request."""

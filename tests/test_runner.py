@@ -1,0 +1,137 @@
+"""Whose turn it is: the engine's step or a batch of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder.batcher import TileBatcher
+from encoder.cache import VisualCache
+from llm.request import Priority, Prompt, Request, SamplingParams, VisualKey
+from preprocess.types import TileGrid, Tiles
+from preprocess.wire import to_bytes
+from workers.runner import EngineRunner
+
+
+class EndlessEngine:
+    """Always has a step of batch work to do; notes what each step takes up."""
+
+    has_work = True
+    has_interactive_running = False
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self._new: list[str] = []
+
+    def submit(self, request: Request) -> None:
+        self._new.append(request.id)
+
+    def step(self) -> list[Any]:
+        self._log.append("step " + " ".join(self._new))
+        self._new.clear()
+        return []
+
+
+class Rig:
+    """A runner over an engine that only counts, and an encoder that notes whose tiles it gets."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = 0.0
+        self.cache = VisualCache(1 << 30)
+        self.batcher = TileBatcher(
+            self._encode,
+            self.cache,
+            tokens_per_tile=1,
+            max_batch_tiles=1,
+            clock=lambda: self.now,
+        )
+        self.engine = EndlessEngine(self.log)
+        self.runner = EngineRunner(self.batcher, lambda _: self.engine)  # type: ignore[arg-type,return-value]
+        self._count = 0
+
+    def _encode(self, slices: Any) -> list[np.ndarray]:
+        self.log.append("tiles " + " ".join(str(int(part[0, 0, 0, 0])) for part in slices))
+        return [np.zeros((len(part), 4), np.float32) for part in slices]
+
+    def tiles(self, priority: Priority) -> str:
+        self._count += 1
+        number = self._count % 250
+        key = VisualKey(f"{self._count}")
+        self.cache.hold(key)
+        pixels = np.full((1, 2, 2, 3), number, np.uint8)
+        self.runner._wanted[key] = priority
+        self.runner.put_tiles(key, to_bytes(Tiles(pixels, TileGrid(0, 0, True, 2, 2))))
+        return str(number)
+
+    def request(self, priority: Priority) -> str:
+        self._count += 1
+        name = f"request-{self._count}"
+        self.runner.submit(Request(name, Prompt((1,)), SamplingParams(), priority))
+        return name
+
+
+HISTORY = st.lists(st.sampled_from(["tiles", "request", "step"]), max_size=30)
+
+
+def batch_work(rig: Rig, history: list[str]) -> None:
+    for kind in history:
+        if kind == "step":
+            rig.runner.step()
+        elif kind == "tiles":
+            rig.tiles("batch")
+        else:
+            rig.request("batch")
+
+
+@given(HISTORY)
+def test_an_interactive_request_is_taken_up_by_the_next_step_whatever_batch_work_is_due(
+    history: list[str],
+) -> None:
+    rig = Rig()
+    batch_work(rig, history)
+    name = rig.request("interactive")
+    rig.runner.step()
+    assert rig.log[-1].startswith("step") and name in rig.log[-1]
+
+
+@given(HISTORY)
+def test_interactive_tiles_are_encoded_by_the_next_step_whatever_batch_work_is_due(
+    history: list[str],
+) -> None:
+    rig = Rig()
+    batch_work(rig, history)
+    name = rig.tiles("interactive")
+    rig.runner.step()
+    assert rig.log[-1] == f"tiles {name}"
+
+
+@given(st.lists(st.sampled_from(["tiles", "request", ""]), min_size=12, max_size=40))
+def test_neither_tiles_nor_the_engine_wait_for_more_than_two_steps_of_the_other(arrivals: list[str]) -> None:
+    rig = Rig()
+    for _ in range(len(arrivals) + 5):
+        rig.tiles("batch")
+    for arrival in arrivals:
+        if arrival == "tiles":
+            rig.tiles("interactive")
+        elif arrival == "request":
+            rig.request("interactive")
+        rig.runner.step()
+    kinds = "".join(entry[0] for entry in rig.log)
+    assert "sss" not in kinds and "ttt" not in kinds
+
+
+@given(HISTORY)
+def test_tiles_never_pass_a_step_that_somebody_reads(history: list[str]) -> None:
+    rig = Rig()
+    rig.engine.has_interactive_running = True
+    batch_work(rig, history)
+    for _ in range(6):
+        rig.tiles("batch")
+        rig.tiles("interactive")
+        rig.runner.step()
+    kinds = "".join(entry[0] for entry in rig.log)
+    assert "tt" not in kinds
