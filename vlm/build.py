@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from llm.cost import DecoderShape, Machine, make_swap_rule, stored_precision
 from llm.engine_config import EngineConfig, SwapRule
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
+from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.config import ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
@@ -162,9 +162,7 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         "visual_width": encoder.d_model,
         "max_running": config.max_running,
     }
-    # What is loaded by now stays: a full collection would walk it all and hold every stream for tens of ms.
-    gc.collect()
-    gc.freeze()
+    keep_what_is_loaded()
     return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
 
 

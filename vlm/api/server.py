@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from preprocess.memory import keep_what_is_loaded
 from vlm.api.app import create_app
 from vlm.api.auth import check_exposure
 from vlm.api.errors import error_body
@@ -87,6 +88,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             return
+        keep_what_is_loaded()
         for server in self.servers:
             for bound in server.sockets:
                 host, port = bound.getsockname()[:2]

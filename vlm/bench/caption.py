@@ -67,7 +67,7 @@ def _part(part: str, root: Path, quick: bool) -> dict[str, Any]:
         case "reading":
             return reading(root, 40 if quick else 200)
         case "beside":
-            return beside_interactive(root, 10 if quick else 60, 1000 if quick else 2000)
+            return beside_interactive(root, 10 if quick else 150, 1000 if quick else 6000)
         case "kills":
             return kills(root, 120 if quick else 500)
         case _:
