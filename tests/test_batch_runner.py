@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from waiting import until
 
 from vlm.api.auth import Caller
 from vlm.api.batch_rows import RowFile, RowResult, error_result
@@ -83,12 +84,6 @@ class Bench:
         if file_id is None:
             return []
         return [json.loads(text) for text in self.files.path("", file_id).read_text().splitlines()]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def final(bench: Bench, batch: Batch) -> Batch:

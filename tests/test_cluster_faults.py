@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ import redis
 from cluster_processes import ClusterWorker, cluster_worker
 from conftest import RedisServer
 from direct_cluster import OPTIONS, ask, picture, question, text_of
+from waiting import until
 
 from llm.request import Delta, Event, Failed, Finished, SamplingParams
 from vlm.build import build_local_pipeline
@@ -60,13 +61,6 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
     client = connect(redis_server.url)
     yield client
     client.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 async def local_answers(seeds: range, params: SamplingParams) -> list[str]:

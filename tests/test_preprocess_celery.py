@@ -12,22 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 from celery_worker import WorkerProcess, celery_worker
 from conftest import RedisServer
+from decode_stage import LIMITS, SPEC, cpu_s, decoding_at_priority, png, slow_image
 from hostile_images import many_scan_jpeg
-from niceness import decoding_at_priority
 from PIL import Image
+from waiting import until
 
 from llm.request import Priority
-from preprocess.limits import ImageLimits
-from preprocess.stage import PreprocessSpec, preprocess
-from preprocess.tiling import Idefics3Tiling
+from preprocess.stage import preprocess
 from preprocess.types import ImageError, Tiles
 from workers.blobs import open_store
 from workers.celery_app import PREPROCESS_QUEUE
@@ -37,21 +35,6 @@ from workers.redis_client import connect
 from workers.stages import DecodeLimits, StageUnavailable, Urgency
 
 pytestmark = pytest.mark.redis
-
-SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
-LIMITS = ImageLimits()
-
-
-def png(seed: int = 0, size: tuple[int, int] = (90, 60)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
-
-
-def slow_image() -> bytes:
-    """About a second of decoding."""
-    return many_scan_jpeg(4096, 500)
 
 
 @asynccontextmanager
@@ -68,18 +51,6 @@ async def stage_at(url: str, limits: DecodeLimits | None = None) -> AsyncIterato
 def worker(redis_url: str) -> Iterator[WorkerProcess]:
     with celery_worker(redis_url) as process:
         yield process
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def until_decoding(worker: WorkerProcess) -> int:

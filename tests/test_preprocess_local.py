@@ -10,43 +10,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_images import many_scan_jpeg
-from niceness import decoding_at_priority
+from decode_stage import LIMITS, SPEC, cpu_s, decoding_at_priority, endless_image, png, slow_image
 from PIL import Image
+from waiting import until
 
 from llm.request import Priority
-from preprocess.limits import ImageLimits
-from preprocess.stage import PreprocessSpec, preprocess
-from preprocess.tiling import Idefics3Tiling
+from preprocess.stage import preprocess
 from preprocess.types import ImageError
 from workers.preprocess_local import LocalOptions, LocalPreprocess
 from workers.stages import DecodeLimits, StageUnavailable, Urgency
-
-SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
-LIMITS = ImageLimits()
-
-
-def png(seed: int = 0, size: tuple[int, int] = (90, 60)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
-
-
-def slow_image() -> bytes:
-    """About a second of decoding."""
-    return many_scan_jpeg(4096, 500)
-
-
-def endless_image() -> bytes:
-    """Minutes of decoding."""
-    return many_scan_jpeg(4096, 60_000)
 
 
 @asynccontextmanager
@@ -59,18 +37,6 @@ async def pool(processes: int = 1, options: LocalOptions | None = None) -> Async
         pids = stage.pids
         await stage.close()
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_tiles_are_those_of_the_stage_function() -> None:

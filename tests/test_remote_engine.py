@@ -14,6 +14,7 @@ import pytest
 import redis
 from direct_cluster import OPTIONS, DirectReplica, ask, node, picture, question, replicas, text_of
 from PIL import Image
+from waiting import until
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
 from vlm.api.metrics import Metrics
@@ -56,13 +57,6 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 
 def on_runner(direct: DirectReplica, function: Callable[[EngineRunner], object]) -> object:
     return direct.replica._thread.ask(function, 30)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def test_answers_and_counts_are_those_of_the_engine_in_process(
