@@ -170,3 +170,14 @@ def tiff(numbers: list[int], **options: Any) -> bytes:
     first, *rest = [page_image(number) for number in numbers]
     first.save(buffer, "TIFF", save_all=True, append_images=rest, **options)
     return buffer.getvalue()
+
+
+def run(out: Path, *inputs: str, engine: FakeEngine | None = None, compact: bool = True, **more: Any) -> Any:
+    journal = Journal(out)
+    try:
+        stats = asyncio.run(caption(list(inputs or ["in"]), journal, engine, **more))
+        if compact:
+            journal.compact()
+        return stats
+    finally:
+        journal.close()

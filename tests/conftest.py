@@ -105,3 +105,11 @@ def redis_url(_shared_redis: RedisServer) -> str:
         connection.sendall(b"FLUSHALL\r\n")
         assert connection.recv(5) == b"+OK\r\n"
     return _shared_redis.url
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a caption run writes; the working folder is the test's own, with an empty folder `in`."""
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    return tmp_path / "out.jsonl"

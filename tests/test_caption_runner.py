@@ -10,32 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caption_fakes import FakeEngine, caption, default_spec, pdf, png, rows_of, tiff
+from caption_fakes import FakeEngine, default_spec, pdf, png, rows_of, run, tiff
 
 from llm.request import Event, Failed, Request
 from preprocess.probe import probe
 from vlm.caption.answers import EngineGone
-from vlm.caption.journal import Journal
-from vlm.caption.presets import PRESETS, Question, make_question, read_schema
+from vlm.caption.presets import make_question
 from vlm.caption.runner import CaptionRun, RunOptions
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    Path("in").mkdir()
-    return tmp_path / "out.jsonl"
-
-
-def run(out: Path, *inputs: str, engine: FakeEngine | None = None, compact: bool = True, **more: Any) -> Any:
-    journal = Journal(out)
-    try:
-        stats = asyncio.run(caption(list(inputs or ["in"]), journal, engine, **more))
-        if compact:
-            journal.compact()
-        return stats
-    finally:
-        journal.close()
 
 
 def by_place(out: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -319,45 +300,6 @@ def test_a_file_named_twice_gets_its_rows_once(out: Path) -> None:
     assert len(engine.submitted) == 1 and len(rows_of(out)) == 1
 
 
-def test_instruction_first_shares_the_text_prefix_over_all_pages(out: Path) -> None:
-    """users.md C5: the ids before the first image are one common prefix, instruction included."""
-    for number in range(3):
-        Path(f"in/{number}.png").write_bytes(png(number))
-    prompt = "Describe every detail of this document in the order of reading, please."
-    prefixes = {}
-    for order in ("instruction-first", "image-first"):
-        engine = FakeEngine()
-        out.unlink(missing_ok=True)
-        run(out, engine=engine, question=make_question(prompt=prompt, order=order))  # type: ignore[arg-type]
-        heads = {request.prompt.token_ids[: request.prompt.spans[0].start] for request in engine.submitted}
-        assert len(heads) == 1
-        prefixes[order] = len(heads.pop())
-        assert all(request.priority == "batch" for request in engine.submitted)
-    text_tokens = len(default_spec().tokenizer.encode(prompt))
-    assert prefixes["instruction-first"] >= prefixes["image-first"] + text_tokens - 2
-
-
-@pytest.mark.parametrize(
-    ("question", "order"),
-    [
-        (
-            make_question(prompt="Write down every line of this document in the order of reading."),
-            "instruction-first",
-        ),
-        (make_question(preset="caption"), "image-first"),
-        (make_question(preset="text"), "image-first"),
-        (make_question(preset="caption", order="instruction-first"), "instruction-first"),
-        (make_question(prompt="long " * 99, order="image-first"), "image-first"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.preset,
-)
-def test_the_instruction_comes_first_where_it_fills_a_block(question: Question, order: str) -> None:
-    """users.md C5: a prefix that is shorter than a block of the cache can't be shared."""
-    resolved = question.resolved(default_spec())
-    assert resolved.order == order
-    assert resolved.digest != question.digest or question.order != "auto"
-
-
 def line(custom_id: str, *images: bytes, **body: Any) -> str:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "What is it?"}]
     for image in images:
@@ -402,52 +344,3 @@ def test_batch_files_run_line_by_line(out: Path) -> None:
     again = FakeEngine()
     run(out, "batch.jsonl", engine=again)
     assert not again.submitted
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_each_preset_asks_its_question(out: Path, preset: str) -> None:
-    Path("in/a.png").write_bytes(png(1))
-    engine = FakeEngine()
-    question = make_question(preset=preset)
-    run(out, engine=engine, question=question)
-    (request,) = engine.submitted
-    assert request.params.max_tokens == PRESETS[preset].max_tokens
-    kind = "json_schema" if preset == "fields" else None
-    assert (request.params.constraint[0] if request.params.constraint else None) == kind
-    ids = default_spec().tokenizer.decode(list(request.prompt.token_ids))
-    assert PRESETS[preset].prompt in ids
-    assert rows_of(out)[0]["preset"] == preset
-
-
-def test_questions_that_differ_in_anything_have_different_digests() -> None:
-    schema = read_schema('{"type": "object"}')
-    questions = [
-        make_question(preset="caption"),
-        make_question(preset="text"),
-        make_question(prompt="Describe the image!"),
-        make_question(preset="caption", max_tokens=5),
-        make_question(preset="caption", order="image-first"),
-        make_question(preset="caption", dpi=72),
-        make_question(preset="caption", temperature=0.5),
-        make_question(preset="caption", schema=schema),
-        make_question(preset="caption", seed=3),
-    ]
-    assert len({question.digest for question in questions}) == len(questions)
-    assert make_question().digest == make_question(preset="caption").digest
-    assert make_question(prompt=PRESETS["caption"].prompt).digest == make_question(preset="caption").digest
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"preset": "caption", "prompt": "x"}, {"preset": "nothing"}, {"prompt": "  "}],
-    ids=str,
-)
-def test_wrong_questions_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        make_question(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_wrong_schemas_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="schema"):
-        read_schema(text)
