@@ -8,13 +8,14 @@ from typing import Any
 from llm.admission import Admission
 from llm.blocks import BlockPool
 from llm.budget import StepBudget
+from llm.draft import NGramDraft
 from llm.engine_config import EngineConfig
 from llm.picks import Batch, Picker
 from llm.preempt import Preemption
 from llm.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.queues import Queues, SchedulerCounters, order_of
 from llm.sequence import Group, Sequence
-from llm.speculate import NGramDraft, Speculation
+from llm.speculate import Speculation
 from llm.visual_wants import VisualWants
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.beam import BeamSearch
 from llm.blocks import BlockContent, BlockKey
+from llm.draft import Draft
 from llm.outputs import TextStream
 from llm.request import Request, TokenLogprob, VisualKey
 from llm.sampler import SamplerState
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from llm.constrain import Matcher
-    from llm.speculate import Draft
 
 
 class Sequence:

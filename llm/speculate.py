@@ -8,47 +8,13 @@ sampling (Leviathan et al. 2023): a guess x is kept with probability p(x), else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
+from llm.draft import Draft
 from llm.engine_config import PaysRule
-from llm.sequence import Group
-from llm.sequence import Sequence as TokenSequence
+from llm.sequence import Group, Sequence
 
 _PAUSE = 16  # tokens without guesses after guesses failed; then one is tried
-
-
-class Draft(Protocol):
-    """Guesses for one sequence; tokens are only ever appended between two calls."""
-
-    def propose(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-        """At most `count` tokens that may come next; none if it knows none."""
-        ...
-
-
-class NGramDraft:
-    """What followed the last time the newest tokens occurred, in prompt or output. Longest match first.
-
-    A match that reaches the end goes on with its own guesses, so a repetition is guessed at full length.
-    """
-
-    def __init__(self, sizes: tuple[int, ...] = (4, 2)) -> None:
-        self._sizes = sizes
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
-        self._num_indexed = 0  # n-grams that end at or before it are known
-
-    def propose(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-        for end in range(self._num_indexed + 1, len(tokens)):
-            for size in self._sizes:
-                if end >= size:
-                    self._follows[tuple(tokens[end - size : end])] = end
-        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
-        for size in self._sizes:
-            position = self._follows.get(tuple(tokens[-size:])) if len(tokens) > size else None
-            if position is not None:
-                period = len(tokens) - position
-                return tuple(tokens[position + i % period] for i in range(count))
-        return ()
 
 
 class Speculation:
@@ -74,7 +40,7 @@ class Speculation:
                 if pays and num_available >= worst and _decodes(group, seq):
                     seq.draft = self._guess(group, seq)
 
-    def observe(self, seq: TokenSequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Begins with one guess; twice as many after all were right, half after none was, at last a pause."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
@@ -85,7 +51,7 @@ class Speculation:
             if seq.draft_limit == 0:
                 seq.draft_pause = _PAUSE
 
-    def _guess(self, group: Group, seq: TokenSequence) -> tuple[int, ...]:
+    def _guess(self, group: Group, seq: Sequence) -> tuple[int, ...]:
         if seq.draft_pause > 0:
             seq.draft_pause -= 1
             seq.draft_limit = 1
@@ -100,7 +66,7 @@ class Speculation:
         return seq.drafter.propose(seq.tokens, count)
 
 
-def _decodes(group: Group, seq: TokenSequence) -> bool:
+def _decodes(group: Group, seq: Sequence) -> bool:
     """Only its last token is not computed, and what the step draws joins this sequence alone."""
     return (
         group.beam is None

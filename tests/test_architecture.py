@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def imported_modules(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module)
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -39,6 +40,21 @@ def test_imports_go_one_way(package: str) -> None:
     for path in sources(package):
         ours = {name.split(".")[0] for name in imported_modules(path)} & MAY_IMPORT.keys()
         assert ours <= allowed, f"{path.relative_to(ROOT)} imports {ours - allowed}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports within functions and for type checkers count too."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in MAY_IMPORT
+        for path in sources(package)
+    }
+    graph = {}
+    for name, path in paths.items():
+        found = imported_modules(path) & paths.keys() - {name}
+        parts = {module for module in found if any(other.startswith(f"{module}.") for other in found)}
+        graph[name] = found - parts  # `from package import part` is an import of the part
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_no_file_outgrows_its_reader() -> None:

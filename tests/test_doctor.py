@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from encoder.geometry import TowerShape
 from llm.config import read_decoder_config
 from llm.cost import Chunk, DecoderShape, Machine, Precision, decode_time, step_time
-from vlm.doctor import copy_bandwidth, describe, preprocess_seconds
+from vlm.doctor import describe, preprocess_seconds
 from vlm.plan.image import encode_time
 from vlm.probes import (
     BATCH,
@@ -26,6 +26,7 @@ from vlm.probes import (
     fit_tower,
     non_negative_fit,
 )
+from vlm.rates import copy_bandwidth
 from vlm.synthetic import SMOLVLM_256M, Sizes, write_checkpoint
 
 STORED = Precision(2, 4, 32)

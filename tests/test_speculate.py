@@ -17,10 +17,11 @@ from test_constrain import EOS_ID, VOCAB_SIZE, VOCABULARY, constrained, harness_
 
 from llm.constrain import Grammars
 from llm.cost import Machine, speculation_pays
+from llm.draft import Draft, NGramDraft
 from llm.engine_config import EngineConfig
 from llm.request import Request, SamplingParams
 from llm.sampler import SamplerState
-from llm.speculate import Draft, NGramDraft, Speculation
+from llm.speculate import Speculation
 from vlm.bench.load import Driver, document, image_request
 from vlm.build import build_runner
 from vlm.config import EngineOptions

@@ -19,6 +19,7 @@ from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.config import ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
+from vlm.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
 from workers.engine_client import EngineClient
 from workers.engine_local import LocalEngine
@@ -86,8 +87,6 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
 
     @lru_cache(maxsize=1)
     def rule() -> SwapRule:
-        from vlm.doctor import copy_bandwidth, gemm_rate
-
         copied = copy_bandwidth(rounds=2)
         machine = Machine(
             name="this machine",

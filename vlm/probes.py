@@ -7,7 +7,6 @@ layer cost besides.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from llm.cost import Chunk, DecoderShape, Precision, decode_work, step_work
 from llm.request import ImageSpan, Prompt, Request, SamplingParams, VisualKey
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
+from vlm.rates import clock
 from vlm.spec import ModelSpec
 from vlm.synthetic import Sizes
 
@@ -48,14 +48,6 @@ PROMPTS = (32, 128)  # tokens of the prefill probes
 DECODES = 12  # tokens of an answer
 SMALL_TOWER = 1e10  # FLOPs a tile
 BATCH = 4  # sequences of the batched decode probe
-
-
-def clock(device: str = "cpu") -> Callable[[], float]:
-    """CPU time where one thread computes, since machines are shared; else wall time."""
-    import torch
-
-    single = device == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if single else time.perf_counter
 
 
 def disturb_caches(num_bytes: int = 48 << 20) -> None:

@@ -21,9 +21,10 @@ from vlm.bench.load import ImageRequest, document, image_request
 from vlm.bench.report import report, result, spread
 from vlm.build import build_runner
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.doctor import clock, describe, measure_machine, storage_of
+from vlm.doctor import describe, measure_machine, storage_of
 from vlm.plan.catalog import PlannedModel, load_model
 from vlm.plan.image import costs_of_images, plan_image
+from vlm.rates import clock
 from vlm.spec import ModelSpec
 from vlm.synthetic import SMOLVLM_256M, write_checkpoint
 from workers.runner import EngineRunner

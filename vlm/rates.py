@@ -1,0 +1,53 @@
+"""What this machine does in a second: arithmetic and bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+
+def clock(device: str = "cpu") -> Callable[[], float]:
+    """CPU time where one thread computes, since machines are shared; else wall time."""
+    import torch
+
+    single = device == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if single else time.perf_counter
+
+
+def gemm_rate(device: str, rounds: int, side: int = 1024) -> float:
+    """FLOP/s of the best square matrix product."""
+    import torch
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    a, b = torch.ones(2, side, side, device=device, dtype=dtype)
+    now, best = clock(device), float("inf")
+    for _ in range(rounds + 1):
+        started = now()
+        (a @ b).sum().item()
+        best = min(best, now() - started)
+    return 2.0 * side**3 / best
+
+
+def copy_bandwidth(num_bytes: int = 64 << 20, rounds: int = 5) -> float:
+    """Bytes/s of a copy in host memory, which is what swapping costs on a CPU."""
+    source = np.ones(num_bytes, np.uint8)
+    target = np.empty_like(source)
+    seconds = []
+    for _ in range(rounds):
+        started = time.process_time()
+        np.copyto(target, source)
+        seconds.append(time.process_time() - started)
+    return num_bytes / max(statistics.median(seconds), 1e-9)
+
+
+def cache_bytes() -> int:
+    """The last-level cache, half of it left to what else runs; 0 where it is not told."""
+    path = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    try:
+        return int(path.read_text().strip().removesuffix("K")) * 1024 // 2
+    except (OSError, ValueError):
+        return 0
