@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import numpy as np
 from hostile_images import many_scan_jpeg
 from PIL import Image
 
-from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
@@ -46,23 +46,25 @@ def cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def decoding_at_priority(pid: int, priority: Priority) -> Iterator[None]:
-    """Asserts that nearly all processor time of the process within the block was spent at that priority."""
-    before = ticks_by_niceness(pid)
+def decoding_at_lower_priority(pids: Sequence[int], lower: bool) -> Iterator[None]:
+    """Asserts that nearly all processor time of the processes within the block was spent at lower priority,
+    or nearly none."""
+    before = _ticks_by_niceness(pids)
     yield
-    used = {nice: ticks - before.get(nice, 0) for nice, ticks in ticks_by_niceness(pid).items()}
+    used = _ticks_by_niceness(pids)
+    used.subtract(before)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     low = min(19, usual + BATCH_NICENESS)
     assert low > usual, "the test itself runs at the lowest priority"
-    more, less = (low, usual) if priority == "batch" else (usual, low)
-    assert used[more] > 10 * used.get(less, 0)
+    more, less = (low, usual) if lower else (usual, low)
+    assert used[more] > 10 * used[less]
 
 
-def ticks_by_niceness(pid: int) -> dict[int, int]:
-    """Processor time of a process's threads, in clock ticks."""
-    ticks: dict[int, int] = {}
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        fields = stat.read_text().rsplit(")", 1)[1].split()
-        nice = int(fields[16])
-        ticks[nice] = ticks.get(nice, 0) + int(fields[11]) + int(fields[12])
+def _ticks_by_niceness(pids: Sequence[int]) -> Counter[int]:
+    """Processor time of the processes' threads, in clock ticks."""
+    ticks: Counter[int] = Counter()
+    for pid in pids:
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            ticks[int(fields[16])] += int(fields[11]) + int(fields[12])
     return ticks

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from celery_worker import WorkerProcess, celery_worker
 from conftest import RedisServer
-from decode_stage import LIMITS, SPEC, cpu_s, decoding_at_priority, png, slow_image
+from decode_stage import LIMITS, SPEC, cpu_s, png, slow_image
 from hostile_images import many_scan_jpeg
 from PIL import Image
 from waiting import until
@@ -216,18 +216,6 @@ def test_s7_interactive_images_pass_the_batch_images_in_the_queue(redis_url: str
                     task.cancel()
                 await asyncio.gather(*batch, return_exceptions=True)
         client.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("priority", ["interactive", "batch"])
-def test_only_images_of_batch_work_are_decoded_at_lower_priority(
-    redis_url: str, worker: WorkerProcess, priority: Priority
-) -> None:
-    async def main() -> None:
-        async with stage_at(redis_url) as stage:
-            with decoding_at_priority(worker.child_pids[0], priority):
-                await stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency(priority))
 
     asyncio.run(main())
 

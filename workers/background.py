@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from llm.request import Priority
 from preprocess.memory import steady_memory
 
 BATCH_NICENESS = 10  # above the process's own: about a tenth of the processor beside it
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Calls of batch work on a thread of lower priority, the others on the caller's; one at a time.
+    """A thread of lower priority beside the caller's; one of the two works at a time.
 
     A thread, as its priority can't be raised again, and as a process more would be memory more.
     """
@@ -31,11 +30,9 @@ class Background:
         self._thread = ThreadPoolExecutor(1, initializer=_lower_priority)
         self._thread.submit(int).result()
 
-    def run(self, priority: Priority, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` returns or raises."""
-        if priority == "batch":
-            return self._thread.submit(function, *args, **kwargs).result()
-        return function(*args, **kwargs)
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` returns or raises there."""
+        return self._thread.submit(function, *args, **kwargs).result()
 
 
 def _lower_priority() -> None:

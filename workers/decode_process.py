@@ -29,7 +29,10 @@ def serve(connection: socket.socket, background: Background) -> None:
         header, data = frame
         limit_cpu(int(header["cpu_s"]))
         try:
-            payload = background.run(header["priority"], make_tiles, header, data)
+            if header["background"]:
+                payload = background.run(make_tiles, header, data)
+            else:
+                payload = make_tiles(header, data)
         except ImageError as error:
             send(connection, {"op": "error", "code": error.code, "message": error.message})
         else:

@@ -109,7 +109,7 @@ class LocalPreprocess:
                 async with self._turns.hold(num_bytes, urgency):
                     while failures < MAX_ATTEMPTS:
                         try:
-                            asked = {**frame, "priority": urgency.priority}
+                            asked = {**frame, "background": self._is_background(urgency)}
                             return await self._attempt(asked, data, hang_s=deadline_s / 2)
                         except DecoderDied:
                             failures += 1
@@ -120,6 +120,10 @@ class LocalPreprocess:
         finally:
             self._waiting -= 1
         raise processing_failed()
+
+    def _is_background(self, urgency: Urgency) -> bool:
+        """Not where an interactive image could have to wait for this one."""
+        return urgency.priority == "batch" and self._num_processes > 1
 
     async def _attempt(self, frame: dict[str, Any], data: bytes, hang_s: float) -> Tiles:
         """A caller who leaves does not stop the attempt: its own limits end it, and the process is kept."""

@@ -15,14 +15,12 @@ from celery import Celery
 from celery.signals import worker_process_init
 from redis import RedisError
 
-from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
-from workers.background import Background
 from workers.blobs import BlobStore, BlobStoreFull
-from workers.celery_app import BATCH_PRIORITY, TILES_TASK
+from workers.celery_app import TILES_TASK
 from workers.cluster import SENT_HEADER, age_s
 from workers.ledger import HEARTBEAT_S, Outcome, WorkLedger
 from workers.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
@@ -68,8 +66,6 @@ def tiles_blob(key: str) -> str:
 def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: DecodeLimits) -> None:
     """store, ledger: of a client that waits for Redis to come back (`connect(patience_s=...)`)."""
 
-    background: list[Background] = []  # one, in a child
-
     @app.task(name=TILES_TASK, bind=True)
     def tiles(task: Any, **message: Any) -> None:
         sent_at = (task.request.headers or {}).get(SENT_HEADER)
@@ -77,18 +73,15 @@ def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: De
             with contextlib.suppress(RedisError):
                 ledger.note_wait(age_s(sent_at))
         try:
-            is_batch = task.request.delivery_info.get("priority") == BATCH_PRIORITY
-            priority: Priority = "batch" if is_batch else "interactive"
-            background[0].run(priority, run_tiles_job, TilesJob(**message), store, ledger)
+            run_tiles_job(TilesJob(**message), store, ledger)
         except MemoryError:
             # Celery would stop the whole worker; a process that ran out is replaced instead
             os._exit(OUT_OF_MEMORY_EXIT)
 
-    def prepare_process(**_: object) -> None:
-        background[:] = [Background()]
+    def limit_process(**_: object) -> None:
         limit_memory(limits.memory_bytes)
 
-    worker_process_init.connect(prepare_process, weak=False)
+    worker_process_init.connect(limit_process, weak=False)
 
 
 def run_tiles_job(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> None:
