@@ -143,14 +143,20 @@ class TileBatcher:
         job = self._jobs.get(key)
         if job is not None:
             self.counters.joined += 1
-            if priority == "interactive" and job.priority == "batch":
-                self._promote(job)
+            if priority == "interactive":
+                self.promote(key)
             return False
         self._failures.pop(key, None)
         job = _Job(key, tiles, self._clock(), priority)
         self._jobs[key] = job
         self._queues[priority].append(job)
         return True
+
+    def promote(self, key: str) -> None:
+        """An interactive request wants a key that waits: its tiles are interactive from now on."""
+        job = self._jobs.get(key)
+        if job is not None and job.priority == "batch":
+            self._promote(job)
 
     def cancel(self, key: str) -> None:
         """Drops a waiting key whatever its holders; what is being encoded at this moment is thrown away."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
-from llm.request import Priority, Prompt, Request, SamplingParams, VisualKey
+from llm.request import Priority, Prompt, Request, SamplingParams, VisualKey, WantVisual
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
 from workers.runner import EngineRunner
@@ -135,3 +135,53 @@ def test_tiles_never_pass_a_step_that_somebody_reads(history: list[str]) -> None
         rig.runner.step()
     kinds = "".join(entry[0] for entry in rig.log)
     assert "tt" not in kinds
+
+
+class WishingEngine(EndlessEngine):
+    """Tells what it was given to tell."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(log)
+        self.events: list[Any] = []
+
+    def step(self) -> list[Any]:
+        events, self.events = self.events, []
+        return super().step() + events
+
+    def cancel(self, request_id: str) -> None: ...
+
+
+def wishing_rig() -> tuple[Rig, WishingEngine]:
+    rig = Rig()
+    engine = WishingEngine(rig.log)
+    rig.runner.engine = engine  # type: ignore[assignment]
+    return rig, engine
+
+
+def test_tiles_of_batch_work_that_an_interactive_request_wants_go_first() -> None:
+    """S7: they are here already, so that its wish brings no others that would say so."""
+    rig, engine = wishing_rig()
+    others = [rig.tiles("batch") for _ in range(3)]
+    wanted = rig.tiles("batch")
+    name = rig.request("interactive")
+    engine.events = [WantVisual(name, VisualKey(wanted))]
+    rig.runner.step()
+    assert rig.log[-1] == f"step {name}"
+    rig.runner.step()
+    assert rig.log[-1] == f"tiles {wanted}" and others
+    rig.runner._batcher.check_integrity()
+
+
+def test_wishes_that_were_called_off_are_forgotten() -> None:
+    """C7: a client that leaves takes its images' decoding along, so no tiles come that would end the wish."""
+    rig, engine = wishing_rig()
+    for _ in range(3):
+        name = rig.request("interactive")
+        key = VisualKey(f"image of {name}")
+        rig.cache.hold(key)
+        engine.events = [WantVisual(name, key)]
+        rig.runner.step()
+        assert key in rig.runner._wanted
+        rig.cache.release(key)
+        rig.runner.cancel(name)
+    assert not rig.runner._wanted

@@ -145,6 +145,27 @@ def test_a_batch_image_that_an_interactive_request_joins_goes_first() -> None:
     asyncio.run(main())
 
 
+def test_a_batch_image_that_an_interactive_request_joins_takes_the_place_that_is_free() -> None:
+    async def main() -> None:
+        room = Room(2)
+        await room.enter("b1", "batch")
+        await room.enter("b2", "batch")
+        await room.enter("b3", "batch")
+        assert room.running == ["b1"]
+        room.urgencies["b3"].priority = "interactive"
+        await asyncio.sleep(0)
+        assert room.running == ["b1", "b3"]
+        await room.end("b1", "b3")
+        await room.end("b2")
+        room.urgencies["b2"].priority = "interactive"  # too late, and nobody's business any more
+        await room.enter("i1", "interactive")
+        await room.enter("i2", "interactive")
+        assert room.running == ["i1", "i2"]
+        await room.end("i1", "i2")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("leavers", [("b2",), ("b1",), ("b2", "i1"), ("i1", "b1", "b2")])
 def test_whoever_leaves_gives_everything_back(leavers: Sequence[str]) -> None:
     async def main() -> None:

@@ -149,15 +149,20 @@ class EngineRunner:
         """Keeps the books; False for a wish whose tiles have already come for another request."""
         match event:
             case WantVisual(request_id=request_id, key=key):
+                priority = self._priorities.get(request_id, "interactive")
                 if self._batcher.waiting(key):
+                    if priority == "interactive":
+                        self._batcher.promote(key)
                     return False
-                if self._priorities.get(request_id) == "interactive" or key not in self._wanted:
-                    self._wanted[key] = self._priorities.get(request_id, "interactive")
+                if priority == "interactive" or key not in self._wanted:
+                    self._wanted[key] = priority
             case Failed() | Finished() if is_last(event):
                 self._forget(event.request_id)
         return True
 
     def _forget(self, request_id: str) -> None:
+        for key in [key for key in self._wanted if not self.wanted(key)]:
+            del self._wanted[key]  # its tiles were called off with the request
         self._priorities.pop(request_id, None)
         self._pieces.forget(request_id)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,11 +25,22 @@ class StageUnavailable(Exception):
         self.message = message
 
 
-@dataclass(slots=True)
 class Urgency:
     """Of an image: batch work may become interactive while it waits, when such a request joins it."""
 
-    priority: Priority = "interactive"
+    def __init__(self, priority: Priority = "interactive") -> None:
+        self._priority: Priority = priority
+        self.on_change: Callable[[], None] | None = None  # of whoever it waits with
+
+    @property
+    def priority(self) -> Priority:
+        return self._priority
+
+    @priority.setter
+    def priority(self, priority: Priority) -> None:
+        is_new, self._priority = priority != self._priority, priority
+        if is_new and self.on_change is not None:
+            self.on_change()
 
 
 @runtime_checkable

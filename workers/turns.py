@@ -47,11 +47,13 @@ class Turns:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = _Entry(min(num_bytes, self._total_bytes), urgency, self._clock(), granted)
         self._queue.append(entry)
+        urgency.on_change = self._grant  # a place that batch work must leave free may be free
         self._grant()
         try:
             await granted
             yield
         finally:
+            urgency.on_change = None
             if entry.held_as is None:
                 self._queue.remove(entry)
             else:
