@@ -23,8 +23,18 @@ log = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # of one row, before the row itself is taken to be their cause
 FIRST_WAIT_S, MAX_WAIT_S = 0.2, 30.0
+# no row causes these, however often it meets them
 _BUSY = frozenset(
-    ("queue_full", "images_in_flight", "deadline_unmeetable", "shutting_down", "engine_unavailable")
+    (
+        "queue_full",
+        "images_in_flight",
+        "deadline_unmeetable",
+        "shutting_down",
+        "engine_unavailable",
+        "preprocessing_overloaded",
+        "preprocessing_timeout",
+        "image_store_unavailable",
+    )
 )
 
 

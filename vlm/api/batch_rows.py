@@ -105,6 +105,16 @@ class RowFile:
         """Blocking. Raises OSError."""
         self.done: set[str] = set()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            end = self._read_done()
+            os.ftruncate(self._fd, end)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._log = DurableLog(self._fd, end)
+
+    def _read_done(self) -> int:
+        """Where the whole lines end."""
         end = 0
         with open(self._fd, "rb", closefd=False) as lines:
             for line in lines:
@@ -113,8 +123,7 @@ class RowFile:
                     break
                 self.done.add(custom_id)
                 end += len(line)
-        os.ftruncate(self._fd, end)
-        self._log = DurableLog(self._fd, end)
+        return end
 
     async def append(self, lines: bytes, custom_ids: Iterable[str]) -> None:
         """Returns when the lines are on disk; they are `done` then, also if the caller was cancelled."""

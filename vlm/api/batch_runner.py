@@ -22,12 +22,13 @@ from vlm.api.batch_rows import (
     count_lines,
     encode_expired,
     encode_row,
+    error_result,
     rows,
     validate,
 )
 from vlm.api.batch_store import ERRORS, INPUT, OUTPUT, Batch, BatchStore, LineError, Status
 from vlm.api.files import FileStore
-from vlm.caption.lines import BatchLine
+from vlm.caption.lines import NOT_STRICT, BatchLine
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +174,31 @@ class BatchRunner:
         await self._publish(live)
 
     async def _run_rows(self, live: _Live) -> Status:
-        """How the batch ends: completed, cancelled or expired."""
+        """How the batch ends: completed, cancelled or expired. Files are open only in its turn: those of all
+        that wait would use up the process's descriptors."""
         folder = self.store.folder(live.batch)
-        output = await asyncio.to_thread(RowFile, folder / OUTPUT)
-        errors = await asyncio.to_thread(RowFile, folder / ERRORS)
+        stop = asyncio.create_task(self._stop(live))
+        turn = asyncio.create_task(self._turns.acquire())
+        try:
+            await asyncio.wait({turn, stop}, return_when=asyncio.FIRST_COMPLETED)
+            async with contextlib.AsyncExitStack() as files:
+                output = await asyncio.to_thread(RowFile, folder / OUTPUT)
+                files.push_async_callback(output.close)
+                errors = await asyncio.to_thread(RowFile, folder / ERRORS)
+                files.push_async_callback(errors.close)
+                return await self._run_opened(live, stop, output, errors)
+        finally:
+            for task in (turn, stop):
+                task.cancel()
+            await asyncio.gather(turn, stop, return_exceptions=True)
+            if not turn.cancelled():
+                self._turns.release()
+
+    async def _run_opened(
+        self, live: _Live, stop: asyncio.Task[Status], output: RowFile, errors: RowFile
+    ) -> Status:
         live.completed, live.failed = len(output.done), len(errors.done)
         work = asyncio.create_task(self._feed(live, output, errors))
-        stop = asyncio.create_task(self._stop(live))
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -196,11 +215,10 @@ class BatchRunner:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            for task in (work, stop):
-                task.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
-            await output.close()
-            await errors.close()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await output.flush()
+            await errors.flush()
             live.completed, live.failed = len(output.done), len(errors.done)
 
     async def _stop(self, live: _Live) -> Status:
@@ -216,7 +234,7 @@ class BatchRunner:
         batch = live.batch
         done = output.done | errors.done
         left = rows(self.store.folder(batch) / INPUT, batch.endpoint, done)
-        async with self._turns, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             while True:
                 await self._slots.acquire()
                 try:
@@ -233,7 +251,10 @@ class BatchRunner:
 
     async def _row(self, live: _Live, row: BatchLine, output: RowFile, errors: RowFile) -> None:
         caller = Caller(live.batch.caller, live.batch.namespace)
-        result = await self._run_row(caller, row.body, float(live.batch.expires_at))
+        if row.is_strict:
+            result = await self._run_row(caller, row.body, float(live.batch.expires_at))
+        else:
+            result = error_result(400, *NOT_STRICT)
         target = output if result.is_answer else errors
         await target.append(await asyncio.to_thread(encode_row, row.custom_id, result), (row.custom_id,))
         live.completed, live.failed = len(output.done), len(errors.done)

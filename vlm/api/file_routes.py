@@ -108,5 +108,5 @@ async def delete(file_id: str, request: Request) -> Deleted:
 )
 async def content(file_id: str, request: Request) -> FileResponse:
     service = service_of(request)
-    path = await asyncio.to_thread(service.files.path, caller_of(request).namespace, file_id)
-    return FileResponse(path, media_type="application/octet-stream")
+    path, found = await asyncio.to_thread(service.files.locate, caller_of(request).namespace, file_id)
+    return FileResponse(path, media_type="application/octet-stream", stat_result=found)

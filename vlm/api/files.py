@@ -12,9 +12,10 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -52,6 +53,8 @@ class FileStore:
         self._max_file_bytes = max_file_bytes
         self._max_total_bytes = max_total_bytes
         self._clock = clock
+        self._lock = threading.Lock()
+        self._coming_bytes = 0  # of files that are being copied
 
     def _folder(self, namespace: str) -> Path:
         return self._root / hashlib.sha256(namespace.encode()).hexdigest()[:32]
@@ -68,30 +71,53 @@ class FileStore:
             raise ApiError(404, *_NOT_FOUND)
         return meta.with_suffix(".bin")
 
+    def locate(self, namespace: str, file_id: str) -> tuple[Path, os.stat_result]:
+        """Where a file's bytes lie, and what the system knows of them."""
+        path = self.path(namespace, file_id)
+        try:
+            return path, path.stat()
+        except FileNotFoundError:
+            raise ApiError(404, *_NOT_FOUND) from None
+
     def total_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._root.glob("*/*.bin"))
+        total = 0
+        for path in self._root.glob("*/*.bin"):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                total += path.stat().st_size
+        return total
+
+    @contextlib.contextmanager
+    def _room(self, num_bytes: int) -> Iterator[None]:
+        """Files that come at once share what is left. Raises ApiError 413."""
+        if num_bytes > self._max_file_bytes:
+            raise ApiError(413, "file_too_large", f"A file has at most {self._max_file_bytes} bytes.", "file")
+        with self._lock:
+            if self.total_bytes() + self._coming_bytes + num_bytes > self._max_total_bytes:
+                raise ApiError(413, "file_store_full", "There is no room for this file.", "file")
+            self._coming_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._coming_bytes -= num_bytes
 
     def add(self, namespace: str, filename: str, purpose: str, source: BinaryIO) -> StoredFile:
-        """Copies `source`. Raises ApiError 413 for a file or a sum of files above its cap."""
+        """Copies `source`, which can be sought in. Raises ApiError 413 for a file or a sum of files above its
+        cap."""
         folder = self._folder(namespace)
         folder.mkdir(parents=True, exist_ok=True)
         file_id = f"file-{uuid.uuid4().hex}"
         target = folder / f"{file_id}.bin"
         partial = target.with_suffix(".part")
-        room = self._max_total_bytes - self.total_bytes()
+        num_bytes = source.seek(0, os.SEEK_END)
+        source.seek(0)
         try:
-            with partial.open("wb") as out:
-                while piece := source.read(1 << 20):
-                    if out.tell() + len(piece) > self._max_file_bytes:
-                        raise ApiError(
-                            413, "file_too_large", f"A file has at most {self._max_file_bytes} bytes.", "file"
-                        )
-                    if out.tell() + len(piece) > room:
-                        raise ApiError(413, "file_store_full", "There is no room for this file.", "file")
-                    out.write(piece)
-                out.flush()
-                os.fsync(out.fileno())
-            return self._publish(namespace, file_id, filename, purpose, partial)
+            with self._room(num_bytes):
+                with partial.open("wb") as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
+                    out.flush()
+                    os.fsync(out.fileno())
+                return self._publish(namespace, file_id, filename, purpose, partial)
         finally:
             partial.unlink(missing_ok=True)
 

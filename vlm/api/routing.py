@@ -10,20 +10,29 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData
+from starlette.requests import AwaitableOrContextManager
 
+from vlm.api.errors import ApiError, invalid
 from vlm.api.service import service_of
+from vlm.strict_json import MAX_VALUES, TooManyValues, parse
 
 OPEN: dict[str, Any] = {"security": []}
 LARGE_BODY_BYTES = 256 << 10  # parsed off the event loop from here on
+_CHARSETS = (b"utf-8", b"utf8", b"us-ascii")
 
 
 def parse_json(body: bytes) -> Any:
-    """Strict JSON. Raises json.JSONDecodeError, which FastAPI knows."""
+    """Strict JSON. Raises json.JSONDecodeError, which FastAPI knows, and ApiError 400."""
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        return parse(body)
+    except TooManyValues:
+        raise invalid(
+            "request_too_complex", f"The request body has more than {MAX_VALUES} JSON values."
+        ) from None
     except ValueError:
         raise json.JSONDecodeError("invalid", "", 0) from None
 
@@ -35,6 +44,15 @@ class ServiceRequest(Request):
             return parse_json(body)
         pool = service_of(self).parsers
         return await asyncio.get_running_loop().run_in_executor(pool, parse_json, body)
+
+    def form(self, **limits: Any) -> AwaitableOrContextManager[FormData]:
+        """Raises ApiError 415 for a charset that the client chose: any of Python's codecs would be used,
+        some of which fail on every text or decode to what can't be encoded again."""
+        _, options = parse_options_header(self.headers.get("content-type", ""))
+        charset = options.get(b"charset", b"utf-8").strip().lower()
+        if charset not in _CHARSETS:
+            raise ApiError(415, "unsupported_media_type", "A form's charset is utf-8.")
+        return super().form(**limits)
 
 
 class ServiceRoute(APIRoute):

@@ -27,28 +27,46 @@ from vlm.pipeline import Pipeline
 log = logging.getLogger("vlm.server")
 
 MAX_HEAD_BYTES = 64 << 10
-HEAD_TIMEOUT_S = 20.0  # from the connection to the end of its first request's headers
+HEAD_TIMEOUT_S = 20.0  # from the connection, or a later request's first byte, to the end of its headers
 KEEP_ALIVE_S = 75
 CLOSE_S = 5  # for responses to reach their readers once all work has ended
 
 
 class CappedH11(H11Protocol):
-    """Caps the time until headers have come, and answers what isn't HTTP in our error shape."""
+    """Caps the time until each request's headers have come, however they trickle, and answers what isn't HTTP
+    in our error shape."""
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_if_silent)
+        self._await_head()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is not None and not self.cycle.response_complete:  # the next one was in the buffer
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
-        super().connection_lost(exc)
+            self._head_timer = None
 
     def send_400_response(self, msg: str) -> None:
         body = json.dumps(error_body(400, "invalid_http", "This is not a valid HTTP request.")).encode()

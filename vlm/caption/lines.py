@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,9 +11,11 @@ from typing import Any
 from llm.request import SamplingParams
 from preprocess.types import ImageError
 from vlm.pipeline import ChatMessage, ImageInput
+from vlm.strict_json import MAX_VALUES, TooManyValues, parse
 
 ENDPOINT = "/v1/chat/completions"
 MAX_LINE_BYTES = 64 << 20
+NOT_STRICT = ("invalid_json", "The body is not valid JSON: it holds NaN, Infinity or half a character.")
 
 
 class BadLine(Exception):
@@ -32,6 +35,7 @@ class BatchLine:
     custom_id: str
     url: str
     body: dict[str, Any]
+    is_strict: bool = True  # or holds NaN or a lone surrogate, which a request's body must not
 
 
 def iterate_lines(path: str) -> Iterator[bytes]:
@@ -50,14 +54,11 @@ def parse_line(line: bytes, endpoint: str = ENDPOINT) -> BatchLine:
     """Raises `BadLine`."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine("line_too_long", f"The line has more than {MAX_LINE_BYTES} bytes.")
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise BadLine("invalid_json_line", "The line is not valid JSON.") from None
+    value, is_strict = _value(line)
     if not isinstance(value, dict):
         raise BadLine("invalid_line", "The line is not a JSON object.")
     custom_id = value.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512 or not _is_text(custom_id):
         raise BadLine("missing_custom_id", "The line has no custom_id of 1 to 512 characters.")
     if value.get("method") != "POST":
         raise BadLine("invalid_method", "The line's method must be POST.", custom_id)
@@ -65,7 +66,31 @@ def parse_line(line: bytes, endpoint: str = ENDPOINT) -> BatchLine:
         raise BadLine("invalid_url", f"The line's url must be {endpoint}.", custom_id)
     if not isinstance(value.get("body"), dict):
         raise BadLine("missing_body", "The line has no body that is a JSON object.", custom_id)
-    return BatchLine(custom_id, value["url"], value["body"])
+    return BatchLine(custom_id, value["url"], value["body"], is_strict)
+
+
+def _value(line: bytes) -> tuple[Any, bool]:
+    """The line's JSON, and whether it is strict: in one row of many, what isn't is that row's own fault."""
+    line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        return parse(line), True
+    except TooManyValues:
+        raise BadLine("line_too_complex", f"The line has more than {MAX_VALUES} JSON values.") from None
+    except ValueError:
+        pass
+    try:
+        return json.loads(line), False
+    except (ValueError, RecursionError):
+        raise BadLine("invalid_json_line", "The line is not valid JSON.") from None
+
+
+def _is_text(text: str) -> bool:
+    """It can be written down: no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessage], SamplingParams]:
@@ -78,6 +103,8 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
     from vlm.api.schemas import ChatRequest
     from vlm.config import ServeConfig
 
+    if not line.is_strict:
+        raise BadLine(*NOT_STRICT, line.custom_id)
     try:
         request = ChatRequest.model_validate(line.body)
         check_supported(request)
