@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 import uuid
 from typing import Any
 
 from celery import Celery
+from celery.signals import worker_ready
 from kombu import Exchange, Queue
+from kombu.transport import TRANSPORT_ALIASES
 
 PREPROCESS_QUEUE = "preprocess"
 TILES_TASK = "preprocess.tiles"
@@ -15,6 +18,7 @@ BATCH_PRIORITY = 9  # the last of Redis's four lists per queue; interactive mess
 BATCH_SUFFIX = "\x06\x169"  # of its name, by the transport's rule
 
 PASSING_S = 3600.0  # above any deadline of what such a queue holds
+_TRANSPORT = "vlm-redis"
 _SOCKET_TIMEOUT_S = 5.0  # above the second that a worker's blocking read takes
 
 
@@ -45,13 +49,21 @@ def make_app(broker_url: str) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
     if broker_url.startswith(("redis://", "rediss://")):
-        app.conf.broker_transport = "workers.celery_transport:LastingTransport"
+        # messages about the connection show the name
+        TRANSPORT_ALIASES[_TRANSPORT] = "workers.celery_transport:LastingTransport"
+        app.conf.broker_transport = _TRANSPORT
     return app
 
 
 def default_name() -> str:
     """Of a worker: this host's and a random part."""
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+@worker_ready.connect
+def _say_ready(sender: Any, **_: Any) -> None:
+    """Celery is told to be quiet; whoever starts a worker wants to see that it works."""
+    print(f"{sender.hostname} takes work", file=sys.__stderr__, flush=True)  # not as a warning in its log
 
 
 def passing_queue(name: str) -> Queue:

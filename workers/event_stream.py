@@ -187,10 +187,10 @@ class EventPublisher:
                     lengths = pipeline.execute()[2::3]
                 self._lags.update(zip(entries, lengths, strict=True))
                 return
-            except (redis.RedisError, OSError):
+            except (redis.RedisError, OSError) as error:
                 # away, or at its memory limit: either way it is tried again
                 if not away:
-                    log.warning("events could not be written", exc_info=True)
+                    log.warning("events could not be written: %s", error)
                 away = True
                 time.sleep(_AWAY_PAUSE_S)
 

@@ -128,9 +128,9 @@ class CeleryPreprocess:
             try:
                 tiles = await loop.run_in_executor(self._threads, self._advance, waiter)
                 waiter.away = False
-            except _AWAY:
+            except _AWAY as error:
                 if not waiter.away:
-                    log.warning("Redis is away", exc_info=True)
+                    log.warning("Redis is away: %s", error)
                 tiles = None
                 waiter.away = True
             except BlobStoreFull:

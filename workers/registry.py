@@ -141,9 +141,9 @@ class HeartbeatThread:
                 if about is not None:
                     self._registry.beat(self._name, about)
                 away = False
-            except (redis.RedisError, OSError):
+            except (redis.RedisError, OSError) as error:
                 if not away:
-                    log.warning("heartbeat failed", exc_info=True)
+                    log.warning("heartbeat failed: %s", error)
                 away = True
             self._soon.wait(BEAT_S)
             self._soon.clear()

@@ -136,8 +136,8 @@ class RemoteVisuals:
             about = self._replicas.alive[replicas[0]]
             try:
                 message = await self._run(self._look, flight, name, about, replicas)
-            except AWAY:
-                log.warning("Redis is away", exc_info=True)
+            except AWAY as error:
+                log.warning("Redis is away: %s", error)
                 continue
             except BlobStoreFull:
                 raise overloaded() from None

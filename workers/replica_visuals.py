@@ -123,8 +123,8 @@ class ReplicaVisuals:
     def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
             function(*arguments)
-        except (redis.RedisError, BlobStoreUnavailable, OSError):
-            log.warning("Redis is away", exc_info=True)
+        except (redis.RedisError, BlobStoreUnavailable, OSError) as error:
+            log.warning("Redis is away: %s", error)
         except Exception:
             log.exception("visual tokens could not be handled")
 
