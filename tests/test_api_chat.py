@@ -283,7 +283,7 @@ def test_a_schema_has_a_size_cap(client: httpx.Client, kind: str) -> None:
 def test_unknown_model_is_404_and_official_error_class(official: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         official.chat.completions.create(model="gpt-4o", **ask("Hi"))
-    assert caught.value.code == "model_not_found"
+    assert caught.value.code == "model_not_found" and "'vlm-default'" in caught.value.message
 
 
 def test_error_in_mid_stream_raises_in_the_official_client() -> None:

@@ -124,9 +124,9 @@ def test_body_that_never_ends_times_out() -> None:
 def test_readiness_follows_the_engine_and_liveness_does_not() -> None:
     """S8."""
     with live_server() as running, running.client() as http:
-        assert http.get("/health/ready").status_code == 200
+        assert http.get("/health/ready").status_code == http.get("/health").status_code == 200
         running.engine.ready = False
-        assert http.get("/health/ready").status_code == 503
+        assert http.get("/health/ready").status_code == http.get("/health").status_code == 503
         assert http.get("/health/live").status_code == 200
         refused = http.post(CHAT, json=ask("Hi"))
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_unavailable"

@@ -76,6 +76,38 @@ def test_each_wrong_url_has_a_code_of_its_own(client: httpx.Client, url: str, co
     assert answered.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_damaged_image_is_named_by_its_place(client: httpx.Client, stream: bool) -> None:
+    """D7: its header is whole, so the pixels tell; the second message's first image is the one."""
+    whole, other = png(90, 60, (1, 2, 3)), png(800, 600, (4, 5, stream))
+    body = ask(whole, "What?")
+    body["messages"].append({"role": "assistant", "content": "A square."})
+    body["messages"] += ask(other[: len(other) // 2], whole, "And now?")["messages"]
+    error = client.post(CHAT, json={**body, "stream": stream}).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_image", "messages[2].content[0].image_url.url")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_json", {"type": "object"}),
+        ("guided_choice", ["a", "b"]),
+        ("structured_outputs", {"regex": "a+"}),
+        ("grammar", "root ::= [a-z]"),
+        ("json_schema", {"type": "object"}),
+        ("min_tokens", 5),
+        ("stop_token_ids", [1]),
+        ("continue_final_message", True),
+    ],
+)
+def test_what_other_servers_would_honour_is_refused_and_its_default_taken(
+    client: httpx.Client, name: str, value: Any
+) -> None:
+    answered = client.post(CHAT, json=ask("Hi", **{name: value}))
+    assert answered.status_code == 400 and answered.json()["error"]["param"] == name
+    assert client.post(CHAT, json=ask("Hi", **{name: None})).status_code == 200
+
+
 def test_messages_of_wrong_data_uris_differ(client: httpx.Client) -> None:
     """P2: three distinct messages."""
     urls = ["data:image/png;base64,@@@@", "data:image/png;base64", "data:text/plain;base64,aGVsbG8="]

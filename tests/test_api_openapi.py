@@ -28,6 +28,7 @@ ROUTES = {
     ("get", "/v1/files/{file_id}/content"),
     ("post", "/v1/tokenize"),
     ("post", "/v1/estimate"),
+    ("get", "/health"),
     ("get", "/health/live"),
     ("get", "/health/ready"),
     ("get", "/metrics"),

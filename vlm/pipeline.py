@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llm.request import (
     Event,
+    Failed,
     Finished,
     Priority,
     Prompt,
@@ -82,12 +83,20 @@ class PreparedRequest:
         return self.request.prompt
 
 
+@dataclass(frozen=True, slots=True)
+class ImageFailed(Failed):
+    """The pixels of the request's image number `image` (from 0) could not be had."""
+
+    image: int
+
+
 @dataclass(slots=True)
 class _Flight:
     """One preparation of an image's tiles, and the requests that wait for it."""
 
     task: asyncio.Task[None] | None = None
     elapsed_ms: float = 0.0
+    failed: bool = False
     waiters: set[str] = field(default_factory=set)
     urgency: Urgency = field(default_factory=lambda: Urgency("batch"))  # until an interactive request joins
 
@@ -183,17 +192,21 @@ class Pipeline:
         """The answer's events. Closing the iterator cancels whatever is still under way."""
         images = {image.key: image for image in prepared.images}
         request_id = prepared.request.id
-        joined: list[_Flight] = []
+        joined: dict[VisualKey, _Flight] = {}
         submitted = time.monotonic()
         try:
             async with contextlib.aclosing(self.engine.submit(prepared.request)) as events:
                 async for event in events:
                     match event:
                         case WantVisual(key=key):
-                            joined.append(self._join_flight(images[key], prepared.request))
+                            joined[key] = self._join_flight(images[key], prepared.request)
                         case Finished(timings=timings) if timings:
                             outside_ms = (submitted - prepared.started) * 1e3
-                            yield replace(event, timings=_from_request_read(timings, outside_ms, joined))
+                            yield replace(
+                                event, timings=_from_request_read(timings, outside_ms, joined.values())
+                            )
+                        case Failed():
+                            yield _blamed(event, prepared, joined)
                         case _:
                             yield event
         finally:
@@ -231,14 +244,14 @@ class Pipeline:
             )
             flight.elapsed_ms = (time.monotonic() - started) * 1e3
             await self.engine.put_tiles(image.key, await asyncio.to_thread(to_bytes, tiles))
-        except ImageError as error:
-            await self._fail_tiles(image.key, error.code, error.message)
-        except StageUnavailable as error:
+        except (ImageError, StageUnavailable) as error:
+            flight.failed = True
             await self._fail_tiles(image.key, error.code, error.message)
         except EngineUnavailable:
             pass  # the engine's death already ended every stream that waited
         except Exception:
             log.exception("preprocessing failed")
+            flight.failed = True
             await self._fail_tiles(image.key, "preprocessing_unavailable", PREPROCESSING_UNAVAILABLE)
         finally:
             if self._flights.get(image.key) is flight:
@@ -249,7 +262,7 @@ class Pipeline:
             await self.engine.fail_tiles(key, code, message)
 
 
-def _from_request_read(timings: Timings, outside_ms: float, joined: Sequence[_Flight]) -> Timings:
+def _from_request_read(timings: Timings, outside_ms: float, joined: Iterable[_Flight]) -> Timings:
     """Timings on the client's clock, which starts when its request is read; the engine's at submission.
 
     The engine's `encode_ms` runs from the wish for an image to its visual tokens, tiles included.
@@ -262,3 +275,11 @@ def _from_request_read(timings: Timings, outside_ms: float, joined: Sequence[_Fl
         ttft_ms=timings.ttft_ms + outside_ms,
         total_ms=timings.total_ms + outside_ms,
     )
+
+
+def _blamed(event: Failed, prepared: PreparedRequest, joined: Mapping[VisualKey, _Flight]) -> Failed:
+    """The failure with the first image whose pixels could not be had, if that is why."""
+    for index, image in enumerate(prepared.images):
+        if image.key in joined and joined[image.key].failed:
+            return ImageFailed(event.request_id, event.code, event.message, index)
+    return event

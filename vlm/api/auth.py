@@ -136,5 +136,6 @@ def check_exposure(config: ServeConfig, keys: KeyRing) -> None:
     if not loopback:
         raise ConfigError(
             f"{config.host} can be reached by others, and no keys are set: "
-            "give keys_file, or set allow_public if everyone may ask"
+            "name a keys_file in the [serve] table of the --config file, or give --allow-public if everyone "
+            "may ask"
         )

@@ -66,6 +66,17 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
     return drafts
 
 
+def image_params(messages: Sequence[ChatMessageIn]) -> tuple[str, ...]:
+    """Where the images of a drafted chat stand, in their order."""
+    return tuple(
+        f"messages[{i}].content[{j}].image_url.url"
+        for i, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if part.type == "image_url"
+    )
+
+
 def _part(service: Service, part: ContentPart, place: str) -> str | ImageRef:
     match part.type:
         case "text":

@@ -67,6 +67,13 @@ def invalid(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param)
 
 
+def unknown_model(served: str) -> ApiError:
+    """What was asked for is not repeated: it is the client's text."""
+    return ApiError(
+        404, "model_not_found", f"This server does not serve this model. It serves {served!r}.", "model"
+    )
+
+
 def error_body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

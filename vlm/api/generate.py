@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
 from vlm.api.admission import Ticket
 from vlm.api.auth import Caller
-from vlm.api.convert import prepare
+from vlm.api.convert import image_params, prepare
 from vlm.api.errors import ApiError, from_code, from_exception
 from vlm.api.params import check_model, check_supported, priority, sampling_params
 from vlm.api.schemas import ChatRequest
 from vlm.api.service import Service
-from vlm.pipeline import PreparedRequest
+from vlm.pipeline import ImageFailed, PreparedRequest
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Generation:
     ticket: Ticket
     deadline_s: float  # from the request's arrival
     headers: Mapping[str, str] = field(default_factory=dict)
+    image_params: tuple[str, ...] = ()  # where the images stand in the request, in their order
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage | None = None
     timings: Timings | None = None
@@ -67,6 +68,8 @@ class Generation:
                         case Finished():
                             self._finished(event, now - arrived)
                             yield event
+                        case ImageFailed(code=code, message=message, image=image):
+                            raise from_code(code, message, self.image_params[image])
                         case Failed(code=code, message=message):
                             raise from_code(code, message)
                         case WantVisual():
@@ -119,4 +122,5 @@ async def admit(
     ticket = service.admission.admit(
         decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
     )
-    return Generation(service, prepared, ticket, deadline_s, headers or {})
+    places = image_params(body.messages)
+    return Generation(service, prepared, ticket, deadline_s, headers or {}, places)

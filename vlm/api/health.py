@@ -8,7 +8,7 @@ import contextlib
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from vlm.api.errors import ApiError
+from vlm.api.errors import unknown_model
 from vlm.api.metrics import CONTENT_TYPE
 from vlm.api.responses import Health, ModelCard, ModelList, errors
 from vlm.api.routing import OPEN, ServiceRoute
@@ -27,13 +27,19 @@ async def live() -> Response:
 
 
 @router.get(
+    "/health",
+    openapi_extra=OPEN,
+    responses={200: {"model": Health}, 503: {"model": Health, "description": "Not now."}},
+    response_model=None,
+)
+@router.get(
     "/health/ready",
     openapi_extra=OPEN,
     responses={200: {"model": Health}, 503: {"model": Health, "description": "Not now."}},
     response_model=None,
 )
 async def ready(request: Request) -> Response:
-    """The engine makes progress and new requests are taken."""
+    """The engine makes progress and new requests are taken. `/health` is what other servers call it."""
     service = service_of(request)
     if service.admission.draining:
         return JSONResponse({"status": "draining"}, 503, {"retry-after": "5"})
@@ -84,5 +90,5 @@ async def models(request: Request) -> ModelList:
 async def model(model: str, request: Request) -> ModelCard:
     service = service_of(request)
     if model != service.model_name:
-        raise ApiError(404, "model_not_found", "This server does not serve this model.", "model")
+        raise unknown_model(service.model_name)
     return _card(service)

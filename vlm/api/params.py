@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 
 from llm.request import Priority, SamplingParams
-from vlm.api.errors import ApiError, invalid
+from vlm.api.errors import invalid, unknown_model
 from vlm.api.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
 from vlm.config import ServeConfig
 
-_UNSUPPORTED = ("tools", "functions", "audio", "web_search_options")
+_CONSTRAINTS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs", "json_schema", "grammar"),
+)
+_UNSUPPORTED = (
+    *("tools", "functions", "audio", "web_search_options"),
+    *("min_tokens", "stop_token_ids", "bad_words", "chat_template", "continue_final_message"),
+    *_CONSTRAINTS,
+)
 
 
 def check_supported(body: ChatRequest) -> None:
     """Raises ApiError 400 for what would change the meaning of an answer if it were ignored."""
     for name in _UNSUPPORTED:
-        if getattr(body, name) not in (None, [], {}, False):
-            raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
+        if getattr(body, name) not in (None, [], {}, False, ""):
+            instead = " Use 'response_format'." if name in _CONSTRAINTS else ""
+            raise invalid("unsupported_parameter", f"This server does not support '{name}'.{instead}", name)
     for name in ("tool_choice", "function_call"):
         if getattr(body, name) not in (None, "none", "auto"):
             raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
@@ -28,7 +37,7 @@ def check_supported(body: ChatRequest) -> None:
 
 def check_model(requested: str | None, served: str) -> None:
     if requested is not None and requested != served:
-        raise ApiError(404, "model_not_found", "This server does not serve this model.", "model")
+        raise unknown_model(served)
 
 
 def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:

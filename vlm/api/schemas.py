@@ -124,6 +124,19 @@ class ChatRequest(Lenient):
     audio: JsonValue = Field(None, description="Not supported.")
     modalities: list[str] | None = Field(None, max_length=8, description="Only text.")
     web_search_options: JsonValue = Field(None, description="Not supported.")
+    # names of other servers for what would change an answer here too, if it were known
+    guided_json: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    guided_regex: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    guided_choice: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    guided_grammar: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    structured_outputs: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    json_schema: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    grammar: JsonValue = Field(None, description="Not supported: use `response_format`.")
+    min_tokens: JsonValue = Field(None, description="Not supported.")
+    stop_token_ids: JsonValue = Field(None, description="Not supported.")
+    bad_words: JsonValue = Field(None, description="Not supported.")
+    chat_template: JsonValue = Field(None, description="Not supported.")
+    continue_final_message: JsonValue = Field(None, description="Not supported.")
 
     @field_validator("logit_bias")
     @classmethod
