@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import os
 import pty
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +112,30 @@ def test_an_engine_that_never_starts_gives_one_and_the_output_stays_usable(folde
     code, text = go(engine=engine, quiet=True)
     assert code == 1 and "run the same command again" in text
     assert go(quiet=True)[0] == 0
+
+
+def test_an_error_of_another_file_is_not_laid_on_the_output(folder: Path) -> None:
+    engine = FakeEngine()
+
+    async def start() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/usr/bin/child")
+
+    engine.start = start  # type: ignore[method-assign]
+    assert go(engine=engine, quiet=True) == (1, "/usr/bin/child: Permission denied")
+
+
+def test_a_summary_that_cannot_be_printed_is_not_laid_on_the_output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OSError) as caught:
+        go(as_json=True, quiet=True)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, None)
+    assert len(rows_of(Path("out.jsonl"))) == 6
 
 
 def test_a_schema_that_the_engine_refuses_ends_the_run_at_once(folder: Path) -> None:

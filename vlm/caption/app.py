@@ -93,13 +93,18 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
     except OutputBusy as error:
         raise CommandError(str(error), FAILURE) from None
     try:
-        numbers = asyncio.run(_run(job, form, journal, make_pipeline))
+        numbers, examples = asyncio.run(_run(job, form, journal, make_pipeline))
     except OSError as error:
-        raise CommandError(f"{job.output}: {error.strerror or 'input/output error'}", FAILURE) from None
+        at_fault = error.filename if isinstance(error.filename, str) else job.output
+        raise CommandError(f"{at_fault}: {error.strerror or 'input/output error'}", FAILURE) from None
     except (EngineGone, EngineUnavailable) as error:
         raise CommandError(f"{error}; run the same command again to go on", FAILURE) from None
     finally:
         journal.close()
+    if not job.quiet:
+        print("\n".join(summary_lines(numbers, examples)), file=sys.stderr)
+    if job.as_json:
+        print(json.dumps(numbers, ensure_ascii=False))
     if not numbers["finished"]:
         raise CommandError(
             f"stopped with {numbers['pages']} pages done; run the same command again to go on", INTERRUPTED
@@ -132,7 +137,8 @@ async def make_run(
 
 async def _run(
     job: CaptionJob, form: Format, journal: Journal, make_pipeline: Callable[[], Pipeline]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[str]]:
+    """(the summary, examples of files that are no documents)"""
     pipeline = make_pipeline()
     renderer = PageRenderer(PageLimits(dpi=job.question.dpi), job.render_processes)
     skipped = Skipped()
@@ -155,12 +161,7 @@ async def _run(
         journal.compact()
     schema = job.question.params.constraint[1] if job.question.params.constraint else ""
     write_view(job.output, form, journal.rows(), schema)
-    numbers = summary(run.stats, skipped, str(job.output), finished=finished)
-    if not job.quiet:
-        print("\n".join(summary_lines(numbers, skipped.examples)), file=sys.stderr)
-    if job.as_json:
-        print(json.dumps(numbers, ensure_ascii=False))
-    return numbers
+    return summary(run.stats, skipped, str(job.output), finished=finished), skipped.examples
 
 
 async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
