@@ -201,7 +201,7 @@ def build_engine_client(config: ServeConfig, options: EngineOptions, spec: Model
     if not config.remote_engine:
         return EngineProcess(engine_command(options))
     if not config.broker:
-        raise ConfigError("remote_engine needs a broker")
+        raise ConfigError("a remote engine needs a broker: --remote-engine --broker redis://HOST:PORT/0")
     from workers.remote_engine import RemoteEngine
 
     return RemoteEngine(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import secrets
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,7 +83,8 @@ async def main() -> None:
         f"first question {cold:.1f} ms to the first token, second question {warm:.1f} ms: "
         f"{cold / warm:.1f} times as fast"
     )
-    print("next: vlm ask IMAGE QUESTION, or vlm serve")
+    activate = "" if shutil.which("vlm") else f"source {os.path.relpath(sys.prefix)}/bin/activate, then "
+    print(f"next: {activate}vlm ask IMAGE QUESTION, or vlm serve")
 
 
 if __name__ == "__main__":

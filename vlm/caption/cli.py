@@ -28,7 +28,9 @@ def caption_command(
         typer.Option(help="What to ask of every page. Default: caption."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Your own question instead of a preset.")] = None,
-    schema: Annotated[Path | None, typer.Option(help="JSON schema file; every answer matches it.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(readable=False, help="JSON schema file; every answer matches it.")
+    ] = None,
     form: Annotated[
         Literal["jsonl", "csv", "md"] | None,
         typer.Option("--format", help="Default: by the output's suffix, else jsonl."),
@@ -48,9 +50,14 @@ def caption_command(
     store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = _SERVE.store,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = _ENGINE.threads,
     weights: Annotated[
-        WeightOption, typer.Option(help="How weights are stored; int8 and int4 are rounded.")
+        WeightOption,
+        typer.Option(
+            help="How weights are stored; int8 and int4 are rounded. auto: exactly, as small as that goes."
+        ),
     ] = _ENGINE.weights,
-    kv: Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded.")] = _ENGINE.kv,
+    kv: Annotated[
+        KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: not rounded.")
+    ] = _ENGINE.kv,
     decode_processes: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
     window: Annotated[
         int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from llm.request import Delta, Failed, Finished, SamplingParams, Timings, Usage
-from preprocess.limits import ImageLimits
-from preprocess.types import ImageError
 from vlm.build import build_local_pipeline
 from vlm.cli.errors import FAILURE, CommandError
+from vlm.cli.images import naming, read_image
 from vlm.config import EngineOptions
-from vlm.pipeline import ChatMessage, ImageInput, Pipeline
+from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,14 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class BadImage(CommandError):
+    """Image number `index` (from 0) can't be decoded."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 def split_arguments(positionals: Sequence[str], questions: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -45,21 +52,6 @@ def split_arguments(positionals: Sequence[str], questions: Sequence[str]) -> tup
     if not images:
         raise CommandError("no image given; accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP")
     return [Path(image) for image in images], list(questions)
-
-
-def read_image(path: Path, limits: ImageLimits | None = None) -> bytes:
-    """A file's bytes. Raises `CommandError` naming the path and what is wrong with it."""
-    limits = limits or ImageLimits()
-    try:
-        if path.is_dir():
-            raise CommandError(f"{path} is a folder; for many documents use: vlm caption {path} -o out.jsonl")
-        with path.open("rb") as file:
-            data = file.read(limits.max_bytes + 1)  # a device or a pipe has no size and may not end
-    except OSError as error:
-        raise CommandError(f"can't read {path}: {error.strerror}") from None
-    if len(data) > limits.max_bytes:
-        raise CommandError(f"{path} has more than {limits.max_bytes} bytes")
-    return data
 
 
 def _is_text(question: str) -> bool:
@@ -89,6 +81,10 @@ async def answer_messages(
             case Finished():
                 reason = event.reason
                 usage, timings = event.usage or usage, event.timings or timings
+            case ImageFailed(code="preprocessing_unavailable"):
+                raise CommandError(event.message, FAILURE)
+            case ImageFailed():
+                raise BadImage(event.message, event.image)
             case Failed(code=code, message=problem):
                 raise CommandError(problem, FAILURE if code == "engine_died" else 2)
     return Answer(question, text.strip(), reason, usage, timings)
@@ -102,15 +98,15 @@ async def _ask_all(
 ) -> list[Answer]:
     pipeline = build_local_pipeline(options)
     for path, data in images:
-        try:
+        with naming(path):
             pipeline.plan_image(ImageInput(data))
-        except ImageError as error:
-            raise CommandError(f"{path}: {error.message}") from None
     await pipeline.start()
     try:
         return [
             await answer(pipeline, [data for _, data in images], question, params) for question in questions
         ]
+    except BadImage as error:
+        raise CommandError(f"{images[error.index][0]}: {error}") from None
     finally:
         await pipeline.close()
 

@@ -10,7 +10,10 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llm.cost import Machine
 
 PACKAGES = (
     "torch",
@@ -82,26 +85,41 @@ def advice(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def measured(machine: Machine) -> list[tuple[str, str]]:
+    """(what, figure with its unit) of a measured machine."""
+    s_per_megapixel = machine.preprocess_s_per_megapixel
+    return [
+        ("memory bandwidth", f"{machine.bandwidth / 1e9:.1f} GB/s"),
+        ("cache bandwidth", f"{machine.cache_bandwidth / 1e9:.1f} GB/s"),
+        ("prompts", f"{machine.rate() / 1e9:.0f} GFLOP/s"),
+        ("decoding", f"{machine.rate(decoding=True) / 1e9:.0f} GFLOP/s"),
+        ("vision tower", f"{machine.peak_flops * machine.tower_efficiency / 1e9:.0f} GFLOP/s"),
+        ("cost of a step", f"{machine.step_overhead_s * 1e3:.2f} ms, whatever its size"),
+        ("decoding images", f"{s_per_megapixel * 1e3:.1f} ms a megapixel"),
+        ("cutting tiles", f"{machine.preprocess_s_per_tile * 1e3:.2f} ms a tile"),
+        ("source", machine.source),
+    ]
+
+
 def show_doctor(*, quick: bool, as_json: bool) -> None:
     found = installation()
     machine = None
     if not quick:
         from vlm.doctor import measure_machine
 
-        if sys.stderr.isatty():
-            print("measuring memory bandwidth and matrix rate ...", file=sys.stderr)
-        machine = asdict(measure_machine(quick=True))
+        print("measuring memory bandwidth and matrix rate, some 20 seconds ...", file=sys.stderr)
+        machine = measure_machine(quick=True)
     if as_json:
-        print(json.dumps({**found, "machine": machine, "advice": advice(found)}))
+        print(json.dumps({**found, "machine": machine and asdict(machine), "advice": advice(found)}))
         return
-    print(f"python        {found['python']}")
+    print(f"{'python':16} {found['python']}")
     for name, version in found["packages"].items():
-        print(f"{name:13} {version}")
-    print(f"PIL           {found['imaging']['library']} {found['imaging']['version']}")
-    print(f"compiler      {found['compiler'] or 'none'}")
-    print(f"redis-server  {found['redis_server'] or 'none'}")
-    print(f"cores         {found['cores']} ({', '.join(found['cpu_flags']) or 'no vector extensions known'})")
-    for name, value in (machine or {}).items():
-        print(f"{name:30} {value:.4g}" if isinstance(value, float) else f"{name:30} {value}")
+        print(f"{name:16} {version}")
+    print(f"{'PIL':16} {found['imaging']['library']} {found['imaging']['version']}")
+    print(f"{'compiler':16} {found['compiler'] or 'none'}")
+    print(f"{'redis-server':16} {found['redis_server'] or 'none'}")
+    print(f"{'cores':16} {found['cores']} ({', '.join(found['cpu_flags']) or 'no vector extensions known'})")
+    for name, figure in measured(machine) if machine else ():
+        print(f"{name:16} {figure}")
     for line in advice(found):
         print(f"note: {line}")

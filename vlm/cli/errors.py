@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -17,6 +18,10 @@ class CommandError(Exception):
     def __init__(self, message: str, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class HelpWanted(CommandError):
+    """A group of commands was called without one. The message is its help, printed as it is."""
 
 
 def _exit_code(error: BaseException) -> int:
@@ -37,9 +42,21 @@ def _exit_code(error: BaseException) -> int:
 def _message(error: BaseException) -> str:
     format_message = getattr(error, "format_message", None)  # usage errors of the command line library
     text = format_message() if callable(format_message) else str(error)
-    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
-        text = f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
     return " ".join(text.split()) or type(error).__name__
+
+
+def _end_output() -> None:
+    """Writes out what stdout still holds, while an error can be told. Raises OSError."""
+    if sys.stdout is not None:  # it is where the caller closed it
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """What can't be written is not tried again, with a traceback, as the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(command: Callable[[], object]) -> NoReturn:
@@ -47,16 +64,24 @@ def run(command: Callable[[], object]) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
-        code = command()
+        try:
+            code = command()
+        finally:
+            _end_output()
     except KeyboardInterrupt:
         print("vlm: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(FAILURE)
+    except HelpWanted as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
     except Exception as error:
         if os.environ.get("VLM_DEBUG"):
             raise
+        if isinstance(error, OSError):
+            _drop_output()
         print(f"vlm: {_message(error)}", file=sys.stderr)
         sys.exit(_exit_code(error))
     sys.exit(code if isinstance(code, int) else 0)

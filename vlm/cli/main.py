@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from llm.storage import KvOption, WeightOption
 from vlm.cli.errors import run
-from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig
+from vlm.cli.groups import Group
+from vlm.cli.options import ENGINE, Json, Kv, Model, Weights, engine_options
+from vlm.cli.worker import app as worker
+from vlm.config import ServeConfig
 
 # command -> where it lives: its options are its package's, and a worker's image lacks what others need
 LATE = {
@@ -22,7 +24,7 @@ LATE = {
 }
 
 
-class LateCommands(TyperGroup):
+class LateCommands(Group):
     """Imports a command of LATE when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -42,43 +44,49 @@ class LateCommands(TyperGroup):
 app = typer.Typer(
     name="vlm",
     cls=LateCommands,
-    help="Answers questions about images and captions documents in bulk. Visual work is done once.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-worker = typer.Typer(
-    help="Celery workers for the stages of the pipeline.", no_args_is_help=True, rich_markup_mode=None
-)
 app.add_typer(worker, name="worker")
 
-Model = Annotated[str, typer.Option(help="A Hugging Face checkpoint directory, or 'default'.")]
-Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
-Broker = Annotated[str, typer.Option(help="redis://host:port/db of the queue.")]
-Store = Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of the model.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and activations.")]
-Weights = Annotated[
-    WeightOption,
-    typer.Option(
-        help="How weights are stored; int8 and int4 are rounded. auto: exactly, as small as that goes."
-    ),
-]
-Kv = Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: as dtype.")]
-DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
-ENGINE, SERVE = EngineOptions(), ServeConfig()
+SERVE = ServeConfig()
+SETTINGS = "; ".join(
+    f"[{table}]: {', '.join(field.name for field in fields(config))}"
+    for table, config in (("serve", SERVE), ("engine", ENGINE))
+)
 
 
-def _engine_options(model: str, **values: Any) -> EngineOptions:
-    return EngineOptions(model=DEFAULT_MODEL if model == "default" else model, **values)
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"vlm-serve {version('vlm-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Answers questions about images and captions documents in bulk. Visual work is done once.
+
+    Example: vlm ask invoice.png "What is the total?"
+
+    Each command's --help has an example of its own.
+    """
 
 
 @app.command()
 def ask(
     images: Annotated[
-        list[str], typer.Argument(metavar="IMAGE... [QUESTION]", help="Images, then the question.")
+        list[str],
+        typer.Argument(
+            metavar="IMAGE... [QUESTION]",
+            help="Images, then the question. Of a TIFF or GIF the first page or frame.",
+        ),
     ],
     question: Annotated[
         list[str],
@@ -104,13 +112,16 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    options = _engine_options(model, threads=threads, weights=weights, kv=kv)
+    options = engine_options(model, threads=threads, weights=weights, kv=kv)
     command.ask(images, question, options, params, as_json=as_json, stats=stats)
 
 
 @app.command()
 def tokens(
-    images: Annotated[list[Path], typer.Argument(help="Images; only their headers are read.")],
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGE...", readable=False, help="Images; only their headers are read."),
+    ],
     model: Model = "default",
     detail: Annotated[Literal["auto", "low", "high"], typer.Option(help="As in the API.")] = "auto",
     as_json: Json = False,
@@ -121,7 +132,7 @@ def tokens(
     """
     from vlm.cli.tokens import show_tokens
 
-    show_tokens(images, _engine_options(model).model, detail, as_json=as_json)
+    show_tokens(images, engine_options(model).model, detail, as_json=as_json)
 
 
 @app.command()
@@ -148,7 +159,10 @@ def serve(
     remote_engine: Annotated[
         bool, typer.Option("--remote-engine", help="Answers come from generate workers behind the broker.")
     ] = SERVE.remote_engine,
-    config: Annotated[Path | None, typer.Option(help="TOML file with [serve] and [engine] tables.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(readable=False, help=f"TOML file with [serve] and [engine] tables. {SETTINGS}"),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
@@ -178,79 +192,6 @@ def serve(
         config_file=config,
         allow_public=allow_public,
     )
-
-
-@worker.command("preprocess")
-def worker_preprocess(
-    broker: Broker = DEFAULT_BROKER,
-    store: Store = "",
-    concurrency: Annotated[int, typer.Option(min=1, help="Decode processes, one thread each.")] = 1,
-) -> None:
-    """Decode and tile images for servers that share the broker. Never loads torch.
-
-    Example: vlm worker preprocess --broker redis://127.0.0.1:6379/0 --concurrency 4
-    """
-    from workers.preprocess_worker import run as run_worker
-
-    run_worker(broker, store or broker, concurrency)
-
-
-@worker.command("encode")
-def worker_encode(
-    model: Model = "default",
-    broker: Broker = DEFAULT_BROKER,
-    store: Store = "",
-    concurrency: Annotated[int, typer.Option(min=1, help="Images taken from the queue at once.")] = 32,
-    threads: Threads = ENGINE.threads,
-    device: Device = ENGINE.device,
-    dtype: Dtype = ENGINE.dtype,
-) -> None:
-    """Encode tiles into visual tokens for generate workers that share the broker.
-
-    Example: vlm worker encode --broker redis://127.0.0.1:6379/0
-    """
-    from vlm.build import build_tile_batcher, visual_format
-    from workers.encode_worker import run as run_worker
-
-    options = _engine_options(model, threads=threads, device=device, dtype=dtype)
-    run_worker(
-        broker, store or broker, lambda: build_tile_batcher(options), visual_format(options), concurrency
-    )
-
-
-@worker.command("generate")
-def worker_generate(
-    model: Model = "default",
-    broker: Broker = DEFAULT_BROKER,
-    store: Store = "",
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests taken from the queue at once.")] = 64,
-    name: Annotated[str, typer.Option(help="Of the replica; default: host name and a random part.")] = "",
-    threads: Threads = ENGINE.threads,
-    device: Device = ENGINE.device,
-    dtype: Dtype = ENGINE.dtype,
-    weights: Weights = ENGINE.weights,
-    kv: Kv = ENGINE.kv,
-    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for KV blocks.")] = ENGINE.kv_cache_mb,
-    max_running: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = ENGINE.max_running,
-) -> None:
-    """Answer requests of servers that run with --remote-engine on the same broker.
-
-    Example: vlm worker generate --broker redis://127.0.0.1:6379/0 --threads 8
-    """
-    from vlm.build import build_runner
-    from workers.generate_worker import run as run_worker
-
-    options = _engine_options(
-        model,
-        threads=threads,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        kv=kv,
-        kv_cache_mb=kv_cache_mb,
-        max_running=max_running,
-    )
-    run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
 
 
 def main() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
-from preprocess.types import Detail, ImageError
-from vlm.cli.ask import read_image
-from vlm.cli.errors import CommandError
+from preprocess.types import Detail
+from vlm.cli.errors import BAD_INPUT, PARTIAL, CommandError
+from vlm.cli.images import naming, read_image
 from vlm.spec import ModelSpec
 
 
@@ -33,13 +34,28 @@ def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
 
 
 def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: bool) -> None:
+    """One image that can't be read does not keep the others' costs back; the exit code tells."""
     spec = ModelSpec.load(model)
-    rows = []
+    rows, refusals = [], []
     for path in paths:
         try:
-            rows.append({"path": str(path), **image_cost(spec, read_image(path), detail)})
-        except ImageError as error:
-            raise CommandError(f"{path}: {error.message}") from None
+            with naming(path):
+                rows.append({"path": str(path), **image_cost(spec, read_image(path), detail)})
+        except CommandError as error:
+            refusals.append(str(error))
+    if not rows and len(refusals) == 1:
+        raise CommandError(refusals[0])
+    for refusal in refusals:
+        print(f"vlm: {refusal}", file=sys.stderr)
+    if rows:
+        _print_rows(spec, rows, as_json=as_json)
+    if refusals:
+        raise CommandError(
+            f"{len(refusals)} of {len(paths)} images can't be read", PARTIAL if rows else BAD_INPUT
+        )
+
+
+def _print_rows(spec: ModelSpec, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"model": spec.name, "images": rows}, ensure_ascii=False))
         return

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from llm.cost import CostError, Parallel, prefill_work
+from vlm.cli.groups import Group
 from vlm.plan import batch as batching
 from vlm.plan import kv as caches
 from vlm.plan import serve as serving
@@ -30,11 +31,15 @@ from vlm.plan.options import (
     stored,
 )
 
-app = typer.Typer(
-    help="What serving a model costs, from bytes and FLOPs, before anyone runs it.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None)
+
+
+@app.callback()
+def plan() -> None:
+    """What serving a model costs, from bytes and FLOPs, before anyone runs it.
+
+    Example: vlm plan serve --model llama-3-8b --machine h100 --batch 16
+    """
 
 
 @app.command()

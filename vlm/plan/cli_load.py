@@ -13,6 +13,7 @@ from llm.cost import CostError
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.types import Detail
+from vlm.cli.images import naming, read_image
 from vlm.plan import fleet as fleets
 from vlm.plan import image as images
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
@@ -50,14 +51,11 @@ def _tower(model: PlannedModel) -> TowerShape:
 
 
 def _probe_sizes(paths: list[Path]) -> list[tuple[int, int]]:
-    """(width, height) from the headers; nothing is decoded. Raises: ImageError, CostError."""
+    """(width, height) from the headers; nothing is decoded. Raises: CommandError."""
     sizes = []
     for path in paths:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CostError(f"can't read {path}: {error.strerror}") from None
-        info = probe(data, ImageLimits())
+        with naming(path):
+            info = probe(read_image(path), ImageLimits())
         sizes.append((info.width, info.height))
     return sizes
 
@@ -76,7 +74,7 @@ def _marker_tokens(
 
 def image(
     photos: Annotated[
-        list[Path] | None, typer.Argument(metavar="[IMAGE]...", help="Only headers are read.")
+        list[Path] | None, typer.Argument(metavar="[IMAGE]...", readable=False, help="Only headers are read.")
     ] = None,
     model: VisionModel = "7b-mha",
     machine: Device = "h100",

@@ -1,0 +1,117 @@
+"""The command line as a stranger meets it: help, closed pipes, full disks, names in errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlm.cli.errors import BAD_INPUT, FAILURE, PARTIAL, run
+from vlm.cli.main import app
+
+SAMPLE = Path(__file__).resolve().parent.parent / "vlm" / "samples" / "shapes.png"
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    """(exit code, stdout, stderr)"""
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: app(list(arguments), standalone_mode=False))
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("group", [(), ("plan",), ("worker",)])
+def test_a_group_without_a_command_shows_its_help_line_by_line(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, shown = call(capsys, *group)
+    assert code == BAD_INPUT and out == ""
+    assert shown.startswith("Usage: ") and shown.count("\n") > 10
+    assert "xample" in shown and "..." not in shown.partition("Commands:")[2]
+    assert (0, shown, "") == call(capsys, *group, "--help")
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--version") == (0, f"vlm-serve {version('vlm-serve')}\n", "")
+
+
+@pytest.mark.parametrize("stdout", ["gone", "full", "closed"])
+def test_output_that_nobody_takes_ends_without_a_traceback(stdout: str) -> None:
+    """Buffered, as for a user: the error comes as the command ends."""
+    target = 'exec >&-; exec "$@"' if stdout == "closed" else 'exec "$@" >/dev/full'
+    command = [sys.executable, "-m", "vlm.cli.main", "tokens", str(SAMPLE)]
+    if stdout == "gone":
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=BUFFERED)
+        os.close(writer)
+    else:
+        done = subprocess.run(
+            ["sh", "-c", target, "sh", *command], capture_output=True, text=True, env=BUFFERED
+        )
+    wanted = {
+        "gone": (FAILURE, ""),
+        "full": (FAILURE, "vlm: No space left on device\n"),
+        "closed": (0, ""),
+    }
+    assert (done.returncode, done.stderr) == wanted[stdout]
+
+
+def test_images_that_cannot_be_read_do_not_hide_the_others_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, absent = tmp_path / "notes.jpg", tmp_path / "absent.png"
+    text.write_text("no image")
+    code, out, errors = call(capsys, "tokens", str(text), str(SAMPLE), str(absent))
+    assert code == PARTIAL and SAMPLE.name in out and text.name not in out
+    first, second, last = errors.splitlines()
+    assert str(text) in first and str(absent) in second and "2 of 3" in last
+    code, out, errors = call(capsys, "tokens", str(text))
+    assert (code, out) == (BAD_INPUT, "") and errors.count("\n") == 1
+
+
+def test_a_pdf_is_sent_to_the_command_that_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "page.pdf"
+    path.write_bytes(b"%PDF-1.4")
+    for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
+        code, _, errors = call(capsys, *command)
+        assert code == BAD_INPUT and str(path) in errors and f"vlm caption {path}" in errors
+
+
+def test_of_several_images_the_damaged_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.jpg"
+    Image.effect_noise((300, 300), 50).convert("RGB").save(path, "JPEG")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    code, _, errors = call(capsys, "ask", str(SAMPLE), str(path), "What is it?")
+    assert code == BAD_INPUT and errors.startswith(f"vlm: {path}: ") and errors.count("\n") == 1
+
+
+def test_a_file_that_may_not_be_read_is_told_alike_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "shut.png"
+    path.write_bytes(SAMPLE.read_bytes())
+
+    real = Path.open
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # what the command line library asks
+    for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
+        assert call(capsys, *command)[2] == f"vlm: can't read {path}: Permission denied\n"

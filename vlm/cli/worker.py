@@ -1,0 +1,105 @@
+"""`vlm worker`: the stages of the pipeline as Celery workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vlm.cli.groups import Group
+from vlm.cli.options import (
+    DEFAULT_BROKER,
+    ENGINE,
+    Broker,
+    Device,
+    Dtype,
+    Kv,
+    Model,
+    Store,
+    Threads,
+    Weights,
+    engine_options,
+)
+
+app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None)
+
+
+@app.callback()
+def workers() -> None:
+    """Celery workers for the stages of the pipeline.
+
+    Example: vlm worker preprocess --broker redis://127.0.0.1:6379/0
+    """
+
+
+@app.command("preprocess")
+def worker_preprocess(
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Decode processes, one thread each.")] = 1,
+) -> None:
+    """Decode and tile images for servers that share the broker. Never loads torch.
+
+    Example: vlm worker preprocess --broker redis://127.0.0.1:6379/0 --concurrency 4
+    """
+    from workers.preprocess_worker import run as run_worker
+
+    run_worker(broker, store or broker, concurrency)
+
+
+@app.command("encode")
+def worker_encode(
+    model: Model = "default",
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Images taken from the queue at once.")] = 32,
+    threads: Threads = ENGINE.threads,
+    device: Device = ENGINE.device,
+    dtype: Dtype = ENGINE.dtype,
+) -> None:
+    """Encode tiles into visual tokens for generate workers that share the broker.
+
+    Example: vlm worker encode --broker redis://127.0.0.1:6379/0
+    """
+    from vlm.build import build_tile_batcher, visual_format
+    from workers.encode_worker import run as run_worker
+
+    options = engine_options(model, threads=threads, device=device, dtype=dtype)
+    run_worker(
+        broker, store or broker, lambda: build_tile_batcher(options), visual_format(options), concurrency
+    )
+
+
+@app.command("generate")
+def worker_generate(
+    model: Model = "default",
+    broker: Broker = DEFAULT_BROKER,
+    store: Store = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests taken from the queue at once.")] = 64,
+    name: Annotated[str, typer.Option(help="Of the replica; default: host name and a random part.")] = "",
+    threads: Threads = ENGINE.threads,
+    device: Device = ENGINE.device,
+    dtype: Dtype = ENGINE.dtype,
+    weights: Weights = ENGINE.weights,
+    kv: Kv = ENGINE.kv,
+    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for KV blocks.")] = ENGINE.kv_cache_mb,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = ENGINE.max_running,
+) -> None:
+    """Answer requests of servers that run with --remote-engine on the same broker.
+
+    Example: vlm worker generate --broker redis://127.0.0.1:6379/0 --threads 8
+    """
+    from vlm.build import build_runner
+    from workers.generate_worker import run as run_worker
+
+    options = engine_options(
+        model,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        kv=kv,
+        kv_cache_mb=kv_cache_mb,
+        max_running=max_running,
+    )
+    run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
