@@ -19,10 +19,12 @@ from vlm.config import ServeConfig
 MEGABYTE = 1 << 20
 _MIN_COMPLETIONS = 8  # below that a rate is a guess
 _WINDOW = 64  # completions that the rate looks back on
+_BATCH_SHARE = 0.75  # of waiting requests and decoded bytes; the rest is left to interactive ones
 
 
 class CompletionRate:
-    """Requests per second of busy time, and how many were in flight meanwhile."""
+    """Requests per second of busy time, and how many were in flight meanwhile. Forgets a crowd that left
+    unanswered: what was measured in its time says nothing of those who come after it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,7 +32,7 @@ class CompletionRate:
         self._area = 0.0  # in-flight requests, integrated over busy time
         self._in_flight = 0
         self._at = clock()
-        self._marks: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (busy_s, area) at completions
+        self._marks: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (busy_s, area) as served ones left
 
     def _advance(self) -> None:
         now = self._clock()
@@ -43,20 +45,28 @@ class CompletionRate:
         self._advance()
         self._in_flight += 1
 
-    def ended(self, completed: bool) -> None:
+    def ended(self, served: bool) -> None:
+        """`served`: its answer had begun, or has even ended."""
         self._advance()
         self._in_flight -= 1
-        if completed:
+        if served:
             self._marks.append((self._busy_s, self._area))
+        elif (measured := self._since_first_mark()) and measured[1] > 2 * (self._in_flight + 1):
+            self._marks.clear()
 
     def measured(self) -> tuple[float, float] | None:
         """(completions per second, mean requests in flight), or None before enough was seen."""
         if len(self._marks) < _MIN_COMPLETIONS:
             return None
-        busy_s = self._marks[-1][0] - self._marks[0][0]
-        if busy_s <= 0:
-            return None
-        return (len(self._marks) - 1) / busy_s, (self._marks[-1][1] - self._marks[0][1]) / busy_s
+        return self._between(self._marks[0], self._marks[-1])
+
+    def _since_first_mark(self) -> tuple[float, float] | None:
+        """As `measured`, up to now."""
+        return self._between(self._marks[0], (self._busy_s, self._area)) if self._marks else None
+
+    def _between(self, first: tuple[float, float], last: tuple[float, float]) -> tuple[float, float] | None:
+        busy_s = last[0] - first[0]
+        return None if busy_s <= 0 else ((len(self._marks) - 1) / busy_s, (last[1] - first[1]) / busy_s)
 
     def expected_s(self, ahead: int) -> float | None:
         """Seconds until a request that finds `ahead` others in flight has its answer."""
@@ -87,8 +97,9 @@ class Ticket:
     def close(self, *, completed: bool) -> None:
         if self.open:
             self.open = False
+            was_served = completed or not self.waiting
             self.begun()
-            self.admission.leave(self, completed)
+            self.admission.leave(self, was_served)
 
 
 class Admission:
@@ -123,18 +134,23 @@ class Admission:
             )
         if not ready:
             raise ApiError(503, "engine_unavailable", "The engine is not ready.", retry_after_s=2)
-        if self.num_waiting() >= self._config.max_queued:
+        self._check_queue(self._config.max_queued)
+
+    def _check_queue(self, places: int) -> None:
+        if self.num_waiting() >= places:
             raise ApiError(
                 429,
                 "queue_full",
-                f"{self._config.max_queued} requests are waiting already.",
+                f"{places} requests are waiting already.",
                 retry_after_s=self._until_room(),
             )
 
     def admit(self, decoded_bytes: int, priority: Priority, deadline_s: float, ready: bool = True) -> Ticket:
         """Raises ApiError 429 or 503 with the time after which another try makes sense."""
         self.check_open(ready)
-        room = self._config.max_decoded_mb * MEGABYTE - self._decoded_bytes
+        share = _BATCH_SHARE if priority == "batch" else 1.0
+        self._check_queue(max(1, int(share * self._config.max_queued)))
+        room = share * self._config.max_decoded_mb * MEGABYTE - self._decoded_bytes
         if self._decoded_bytes and decoded_bytes > room:
             raise ApiError(
                 503,
@@ -162,9 +178,9 @@ class Admission:
         self._decoded_bytes -= ticket.decoded_bytes
         ticket.decoded_bytes = 0
 
-    def leave(self, ticket: Ticket, completed: bool) -> None:
+    def leave(self, ticket: Ticket, was_served: bool) -> None:
         self._tickets.discard(ticket)
-        self._rates[ticket.priority].ended(completed)
+        self._rates[ticket.priority].ended(was_served)
         if not self._tickets:
             self._idle.set()
 
