@@ -23,7 +23,7 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
     """(exit code, stdout, stderr)"""
     with pytest.raises(SystemExit) as ended:
-        run(lambda: app(list(arguments), standalone_mode=False))
+        run(lambda: app(list(arguments), standalone_mode=False, prog_name="vlm"))
     printed = capsys.readouterr()
     return ended.value.code, printed.out, printed.err
 
@@ -37,6 +37,23 @@ def test_a_group_without_a_command_shows_its_help_line_by_line(
     assert shown.startswith("Usage: ") and shown.count("\n") > 10
     assert "xample" in shown and "..." not in shown.partition("Commands:")[2]
     assert (0, shown, "") == call(capsys, *group, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (("ask",), "ask"),
+        (("plan", "kv", "--context", "x"), "plan kv"),
+        (("nonsense",), ""),
+        (("caption",), "caption"),
+    ],
+)
+def test_wrong_usage_says_where_the_right_one_stands(
+    arguments: tuple[str, ...], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, errors = call(capsys, *arguments)
+    assert code == BAD_INPUT and errors.count("\n") == 1
+    assert errors.endswith(f"(see: {' '.join(('vlm', command)).strip()} --help)\n")
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,9 @@ def _message(error: BaseException) -> str:
     text = format_message() if callable(format_message) else str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
-    return " ".join(text.split()) or type(error).__name__
+    context = getattr(error, "ctx", None)  # of usage errors: the command that was called wrongly
+    hint = f" (see: {context.command_path} --help)" if context else ""
+    return (" ".join(text.split()) or type(error).__name__) + hint
 
 
 def _end_output() -> None:

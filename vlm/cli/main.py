@@ -195,7 +195,7 @@ def serve(
 
 
 def main() -> None:
-    run(lambda: app(standalone_mode=False))
+    run(lambda: app(standalone_mode=False, prog_name="vlm"))
 
 
 if __name__ == "__main__":
