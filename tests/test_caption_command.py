@@ -260,6 +260,6 @@ def test_the_line_says_what_is_left() -> None:
         stats.add({"path": "a", "page": number, "usage": usage, "timings": {"total_ms": number}})
     stats.add({"path": "b", "page": 1, "error": {"code": "invalid_image", "message": ""}})
     line = progress_line(stats)
-    assert line.startswith("21 pages, 2.1 pages/s, 60 tokens/s, 0:30 left, 1 errors, 0 duplicates, 25% of")
+    assert line.startswith("21 pages, 2.1 pages/s, 60 tokens/s, 0:30 left, 1 error, 0 duplicates, 25% of")
     assert [page for _, _, page in sorted(stats.slowest)] == [15, 16, 17, 18, 19]
     assert duration(3725) == "1:02:05" and duration(59.6) == "1:00"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from vlm.bench import BENCHMARKS, PARTS
 from vlm.cli.errors import BAD_INPUT, FAILURE, PARTIAL, run
 from vlm.cli.main import app
 
@@ -132,3 +134,13 @@ def test_a_file_that_may_not_be_read_is_told_alike_everywhere(
     monkeypatch.setattr(os, "access", lambda *_: False)  # what the command line library asks
     for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
         assert call(capsys, *command)[2] == f"vlm: can't read {path}: Permission denied\n"
+
+
+def test_every_benchmark_is_listed_and_has_a_module_that_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = call(capsys, "bench", "--help")
+    for name, about in BENCHMARKS.items():
+        assert f"{name}" in shown and about in shown
+        assert callable(importlib.import_module(f"vlm.bench.{name}").run)
+    for name, parts in PARTS.items():
+        code, _, errors = call(capsys, "bench", name, "--part", "nothing")
+        assert code == BAD_INPUT and all(part in errors for part in parts)

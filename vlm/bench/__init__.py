@@ -1,0 +1,16 @@
+"""Benchmarks: `vlm bench NAME`, each a module of that name with a function `run`."""
+
+BENCHMARKS = {
+    "engine": "slots in use, stalls, first tokens, batching, speculation; beside transformers",
+    "encoder": "share of the machine's arithmetic, ragged batches; beside transformers",
+    "preprocess": "a 12-megapixel JPEG to tiles, beside transformers; workers",
+    "serve": "requests over HTTP at a fixed rate: latencies, goodput, hits",
+    "caption": "pages per second, and what a run survives",
+    "cluster": "two replicas: routing, and what the queue costs; needs redis-server",
+    "plan": "the planner's predictions against measurements",
+    "decode": "decode steps by storage and batch; beside transformers",
+    "accuracy": "the default model on documents it never saw",
+    "peers": "this project's column of the README's table",
+    "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
+}
+PARTS = {"caption": ("pages", "orders", "reading", "beside", "kills", "memory")}

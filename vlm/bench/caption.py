@@ -18,6 +18,7 @@ from typing import Any
 
 from llm.request import SamplingParams
 from preprocess.pages import PageLimits
+from vlm.bench import PARTS
 from vlm.bench.caption_beside import beside_interactive
 from vlm.bench.caption_kills import kills
 from vlm.bench.caption_memory import memory
@@ -44,10 +45,7 @@ WINDOW = ENGINE.max_running * 3 // 2
 ABOUT = {"model": "vlm-default", "dtype": ENGINE.dtype, "threads": ENGINE.threads}
 
 
-PARTS = ("pages", "orders", "reading", "beside", "kills", "memory")
-
-
-def run(quick: bool = False, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+def run(quick: bool = False, parts: Sequence[str] = PARTS["caption"]) -> dict[str, Any]:
     """Says on stderr what it is at."""
     results: dict[str, Any] = {}
     for part in parts:

@@ -28,7 +28,7 @@ import numpy as np
 
 from llm.request import Failed, Finished, SamplingParams
 from vlm.bench.load import document
-from vlm.bench.report import report, result, spread
+from vlm.bench.report import report, result, say, spread
 from vlm.build import engine_command
 from vlm.cli.errors import CommandError
 from vlm.config import EngineOptions
@@ -292,6 +292,9 @@ def run(quick: bool = False) -> dict[str, Any]:
     spec = ModelSpec.load("default")
     results: dict[str, dict[str, Any]] = {}
     with fleet() as cluster:
-        results |= asyncio.run(routing(spec, cluster, 60 if quick else 200, ROUNDS[:2] if quick else ROUNDS))
+        rounds = ROUNDS[:2] if quick else ROUNDS
+        say(f"cluster: {len(rounds)} rounds of routed and random requests")
+        results |= asyncio.run(routing(spec, cluster, 60 if quick else 200, rounds))
+        say("cluster: first tokens with and without the queue")
         results |= asyncio.run(overhead(spec, cluster.url, 20 if quick else 60))
     return report("cluster", results)

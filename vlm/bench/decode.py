@@ -26,7 +26,7 @@ from llm.config import DecoderConfig, read_decoder_config
 from llm.cost import kv_block_bytes
 from llm.load import load_backend
 from llm.storage import KvStorage
-from vlm.bench.report import report, result, spread
+from vlm.bench.report import report, result, say, spread
 from vlm.config import DEFAULT_MODEL as DEFAULT_PATH
 
 DEFAULT_MODEL = Path(DEFAULT_PATH)
@@ -249,14 +249,18 @@ def run(quick: bool = False) -> dict[str, Any]:
     rounds = 2 if quick else 7
     results: dict[str, Any] = {}
     for bits in ("fp32", "16bit"):
+        say(f"decode: the default model beside transformers, {bits}")
         results |= against_transformers(
             DEFAULT_MODEL, "vlm-default", "_default_model", bits, rounds, is_vlm=True
         )
+    say("decode: the default model, batches of 8")
     results |= batch8(DEFAULT_MODEL, "vlm-default", "_default_model", rounds, LONG_CONTEXT)
     with smollm2_checkpoint() as directory:
         model = "SmolLM2-135M shape, random"
         for bits in ("fp32", "16bit"):
+            say(f"decode: {model}, beside transformers, {bits}")
             results |= against_transformers(directory, model, "", bits, rounds, is_vlm=False)
+        say(f"decode: {model}, batches of 8")
         results |= batch8(directory, model, "", rounds, LONG_CONTEXT)
         results |= batch8(directory, model, "_short_context", rounds, CONTEXT)
     return report("decode", results)

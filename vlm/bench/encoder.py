@@ -12,7 +12,7 @@ import torch
 
 from encoder.load import load_encoder, load_open_clip
 from encoder.model import Encoder
-from vlm.bench.report import report, result, spread, timed
+from vlm.bench.report import in_turn, report, result, spread, timed
 from vlm.config import DEFAULT_MODEL
 
 GEMM_SIDE = 1536  # large enough that a matrix product runs at the machine's best
@@ -28,12 +28,18 @@ def run(quick: bool = False) -> dict[str, Any]:
         small = load_encoder(Path(DEFAULT_MODEL))
         name = "ViT-B-16-SigLIP" if quick else "ViT-B-16-SigLIP-512"
         large = load_open_clip(name, d_model=576)
-        results = {
-            "fraction_of_gemm_peak": gemm_fraction(large, f"open_clip:{name}, drawn weights", 1, rounds),
-            "fraction_of_gemm_peak_default": gemm_fraction(small, "default", 16, rounds),
-            **ragged(small, rounds),
-            "over_transformers": over_transformers(small, rounds),
-        }
+        drawn = f"open_clip:{name}, drawn weights"
+        results = in_turn(
+            "encoder",
+            {
+                name: lambda: {"fraction_of_gemm_peak": gemm_fraction(large, drawn, 1, rounds)},
+                "the default model": lambda: {
+                    "fraction_of_gemm_peak_default": gemm_fraction(small, "default", 16, rounds)
+                },
+                "ragged batches": lambda: ragged(small, rounds),
+                "beside transformers": lambda: {"over_transformers": over_transformers(small, rounds)},
+            },
+        )
     finally:
         torch.set_num_threads(threads)
     return report("encoder", results)

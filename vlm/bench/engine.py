@@ -13,7 +13,7 @@ from llm.request import Prompt, Request, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from vlm.bench.load import Driver, ImageRequest, document, image_request, scheduled_requests
-from vlm.bench.report import report, result, spread
+from vlm.bench.report import in_turn, report, result, spread
 from vlm.build import build_runner
 from vlm.config import EngineOptions
 from vlm.prompt import Message
@@ -223,10 +223,11 @@ def speculation(spec: ModelSpec, rounds: int) -> dict[str, Any]:
 
 def run(quick: bool = False) -> dict[str, Any]:
     spec = ModelSpec.load(OPTIONS.model)
-    results: dict[str, Any] = {}
-    results |= slot_use(spec, 64 if quick else 512)
-    results |= stalls(spec, 1 if quick else 5)
-    results |= first_tokens(spec, 5 if quick else 30)
-    results |= batching(spec, 1 if quick else 5)
-    results |= speculation(spec, 3 if quick else 15)
-    return report("engine", results)
+    phases = {
+        "slots in use": lambda: slot_use(spec, 64 if quick else 512),
+        "stalls": lambda: stalls(spec, 1 if quick else 5),
+        "first tokens": lambda: first_tokens(spec, 5 if quick else 30),
+        "batching": lambda: batching(spec, 1 if quick else 5),
+        "speculation": lambda: speculation(spec, 3 if quick else 15),
+    }
+    return report("engine", in_turn("engine", phases))

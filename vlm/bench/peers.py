@@ -16,7 +16,7 @@ from PIL import Image
 
 from llm.request import SamplingParams
 from vlm.bench.load import Driver, image_request
-from vlm.bench.report import report, result
+from vlm.bench.report import report, result, say
 from vlm.build import build_runner
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec
@@ -58,8 +58,10 @@ def run(quick: bool = False) -> dict[str, Any]:
         directory = write_checkpoint(Path(folder) / "smolvlm-256m", SMOLVLM_256M)
         options = EngineOptions(model=str(directory), kv_cache_mb=1500)
         spec = ModelSpec.load(directory)
+        say("peers: a first question on an image of 13 tiles; about a minute")
         interview = Interview(Driver(spec, build_runner(options)))
         first = interview.ask(["What is the total?"], 1)
+        say("peers: a second question, then one stream and eight")
         second = interview.ask(["Read the text of line two."], 1)
         alone = interview.ask(["Read the text of line two."], length)
         crowd = interview.ask([f"Read line {i}." for i in range(STREAMS)], length)

@@ -18,7 +18,7 @@ from preprocess.probe import probe
 from preprocess.stage import preprocess
 from preprocess.wire import to_bytes
 from vlm.bench.load import ImageRequest, document, image_request
-from vlm.bench.report import report, result, spread
+from vlm.bench.report import report, result, say, spread
 from vlm.build import build_runner
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.doctor import describe, measure_machine, storage_of
@@ -173,10 +173,15 @@ def run(quick: bool = False) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             sizes = replace(SMOLVLM_256M, longest_edge=SMOLVLM_256M.image_size)
             large = write_checkpoint(Path(folder) / "smolvlm-256m", sizes)
+            say("plan: this machine's rates (1 of 5)")
             before = measure_machine(quick=quick)
+            say("plan: the default model (2 of 5)")
             small_found = measure(Path(DEFAULT_MODEL), 12 if quick else 40)
+            say("plan: this machine's rates again (3 of 5)")
             between = measure_machine(quick=quick)
+            say("plan: a model of 256M (4 of 5)")
             large_found = measure(large, 1 if quick else 4)
+            say("plan: this machine's rates again (5 of 5)")
             after = measure_machine(quick=quick)
             results = compare("default", Path(DEFAULT_MODEL), (before, between), small_found)
             results |= compare("smolvlm_256m_random", large, (between, after), large_found)

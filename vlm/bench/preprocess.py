@@ -27,7 +27,7 @@ from PIL import __version__ as pil_version
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import Idefics3Tiling
-from vlm.bench.report import report, result, spread, timed, tree_cpu_seconds
+from vlm.bench.report import report, result, say, spread, timed, tree_cpu_seconds
 from workers.celery_app import make_app
 from workers.preprocess_celery import CeleryPreprocess
 from workers.preprocess_local import DecodeProcess, LocalPreprocess
@@ -47,11 +47,14 @@ def run(quick: bool = False) -> dict[str, Any]:
         photo = make_photo(0)
         results: dict[str, dict[str, Any]] = {}
         for edge in (1536, 2048):
+            say(f"preprocess: beside transformers, longest edge {edge}")
             results.update(over_transformers(photo, edge, rounds=3 if quick else 9))
     finally:
         torch.set_num_threads(threads)
+    say("preprocess: local processes")
     results.update(local_workers(num_images=8 if quick else 40))
     if shutil.which("redis-server"):
+        say("preprocess: Celery workers")
         results.update(celery_workers(num_images=8 if quick else 40))
     else:
         for count in (1, 2):

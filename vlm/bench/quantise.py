@@ -21,7 +21,7 @@ from llm.load import load_backend
 from llm.storage import KvStorage, WeightStorage
 from vlm.bench.accuracy import Answerer
 from vlm.bench.decode import BLOCK, CONTEXT, STEPS, Streams, cpu_seconds_per_step, smollm2_checkpoint
-from vlm.bench.report import report, result, spread
+from vlm.bench.report import report, result, say, spread
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.plan.catalog import load_model
 from vlm.plan.options import stored
@@ -82,7 +82,8 @@ def accuracy(documents: int) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     first: list[str] = []
     full = 0.0
-    for how in STORED:
+    for number, how in enumerate(STORED, 1):
+        say(f"quantise: answers with {how.name} ({number} of {len(STORED)})")
         found, given = answers_of(how, documents)
         right, asked = field_counts(found)
         if how == FULL:
@@ -173,6 +174,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     results = sizes() | accuracy(20 if quick else DOCUMENTS)
     with smollm2_checkpoint() as directory:
         for batch in (1, 8):
+            say(f"quantise: decode in batches of {batch}")
             results |= speed(directory, 2 if quick else 7, batch)
     results["int8_over_fp32_b1"] = results[f"decode_over_fp32_b1_{Stored('int8', 'int8').name}"]
     return report("quantise", results)

@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ def result(value: float, unit: str, **circumstances: Any) -> dict[str, Any]:
 def say(text: str) -> None:
     """Progress, for whoever waits; figures go to stdout."""
     print(text, file=sys.stderr, flush=True)
+
+
+def in_turn(bench: str, phases: Mapping[str, Callable[[], dict[str, Any]]]) -> dict[str, Any]:
+    """The phases' figures together; says which one it is at."""
+    figures: dict[str, Any] = {}
+    started = time.perf_counter()
+    for number, (name, phase) in enumerate(phases.items(), 1):
+        say(f"{bench}: {name} ({number} of {len(phases)}, {time.perf_counter() - started:.0f} s so far)")
+        figures |= phase()
+    return figures
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from PIL import Image
 
 from vlm.bench.client import Client, Sample, closed_loop, open_loop
 from vlm.bench.load import document
-from vlm.bench.report import report, result
+from vlm.bench.report import report, result, say
 from vlm.bench.serving import Served, served
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec
@@ -183,10 +183,12 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 async def _measure(server: Served, about: dict[str, Any], quick: bool) -> dict[str, dict[str, Any]]:
     seconds = 5.0 if quick else 30.0
+    say(f"serve: {CLIENTS} clients that ask as fast as they are answered, {seconds:.0f} s each way")
     load = await concurrent_load(server, seconds)
     count = 50 if quick else 500
     bodies = workload(count // REUSE, 9000)
     rate = LOAD * load.closed_loop_rps
+    say(f"serve: {count} requests at {rate:.1f} a second, about {count / rate:.0f} s")
     before, cpu = server.metrics(), server.cpu_seconds()
     started = time.perf_counter()
     samples = await open_loop(server.address, bodies, poisson(count, rate, count // REUSE))

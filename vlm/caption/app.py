@@ -24,7 +24,7 @@ from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal, OutputBusy
 from vlm.caption.presets import Question
 from vlm.caption.rasterise import PageRenderer
-from vlm.caption.report import progress, summary, summary_lines
+from vlm.caption.report import counted, progress, summary, summary_lines
 from vlm.caption.rows import RowContext
 from vlm.caption.runner import CaptionRun, RunOptions
 from vlm.caption.stats import RunStats
@@ -107,13 +107,14 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
         print(json.dumps(numbers, ensure_ascii=False))
     if not numbers["finished"]:
         raise CommandError(
-            f"stopped with {numbers['pages']} pages done; run the same command again to go on", INTERRUPTED
+            f"stopped with {counted(numbers['pages'], 'page')} done; run the same command again to go on",
+            INTERRUPTED,
         )
     if not numbers["pages"]:
         raise CommandError("the inputs hold no documents")
     if numbers["errors"]:
         raise CommandError(
-            f"{numbers['errors']} of {numbers['pages']} pages failed; see {job.output}", PARTIAL
+            f"{numbers['errors']} of {counted(numbers['pages'], 'page')} failed; see {job.output}", PARTIAL
         )
     return numbers
 
@@ -209,7 +210,7 @@ class _Interrupts:
             return
         self._run.stop()
         print(
-            f"\nfinishing {self._run.num_under_way} pages; press Ctrl-C again to stop at once",
+            f"\nfinishing {counted(self._run.num_under_way, 'page')}; press Ctrl-C again to stop at once",
             file=sys.stderr,
             flush=True,
         )

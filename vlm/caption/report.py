@@ -15,6 +15,11 @@ LINE_EVERY_S = 10.0
 _REDRAW_S = 0.25
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 page`, `2 pages`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
@@ -24,12 +29,12 @@ def duration(seconds: float) -> str:
 def progress_line(stats: RunStats) -> str:
     """For example: 120 pages, 4.1 pages/s, 310 tokens/s, 0:42 left, 2 errors, 9 duplicates, 61% cached."""
     pages_per_s, tokens_per_s = stats.rates()
-    parts = [f"{stats.num_pages} pages", f"{pages_per_s:.1f} pages/s", f"{tokens_per_s:.0f} tokens/s"]
+    parts = [counted(stats.num_pages, "page"), f"{pages_per_s:.1f} pages/s", f"{tokens_per_s:.0f} tokens/s"]
     left = stats.remaining_s()
     if left is not None:
         parts.append(f"{duration(left)} left")
-    parts.append(f"{stats.errors + stats.errors_kept} errors")
-    parts.append(f"{stats.duplicates} duplicates")
+    parts.append(counted(stats.errors + stats.errors_kept, "error"))
+    parts.append(counted(stats.duplicates, "duplicate"))
     if stats.prompt_tokens:
         parts.append(f"{100 * stats.cached_tokens / stats.prompt_tokens:.0f}% of prompt tokens cached")
     return ", ".join(parts)
@@ -102,14 +107,15 @@ def summary_lines(numbers: dict[str, Any], examples: list[str]) -> list[str]:
     kept = f", {numbers['pages_kept']} kept from earlier" if numbers["pages_kept"] else ""
     equal = f", {numbers['duplicates']} of them equal to another page" if numbers["duplicates"] else ""
     lines = [
-        f"{numbers['pages_done']} pages in {duration(numbers['elapsed_s'])} "
+        f"{counted(numbers['pages_done'], 'page')} in {duration(numbers['elapsed_s'])} "
         f"({numbers['pages_per_min']:.1f} a minute){equal}{kept} -> {numbers['output']}"
     ]
     if numbers["errors"]:
         codes = ", ".join(f"{code} {count}" for code, count in sorted(numbers["error_codes"].items()))
         lines.append(f"{numbers['errors']} failed" + (f" ({codes})" if codes else ""))
     if numbers["skipped_files"]:
-        lines.append(f"{numbers['skipped_files']} files are no documents, for example {', '.join(examples)}")
+        no_documents = "file is no document" if numbers["skipped_files"] == 1 else "files are no documents"
+        lines.append(f"{numbers['skipped_files']} {no_documents}, for example {', '.join(examples)}")
     if numbers["slowest"]:
         lines.append("slowest:")
         for page in numbers["slowest"]:
