@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from fake_engine_client import LiveServer, ask, live_server, png
 
 from llm.request import Timings, Usage
-from vlm.api.logs import JsonFormatter, PlainFormatter, request_id
+from vlm.api.logs import JsonFormatter, PlainFormatter, formatter, request_id
 from vlm.api.rates import StageRates
 from vlm.api.tracing import NoTraces, OpenTelemetryTraces, make_traces
 from vlm.config import ServeConfig
@@ -86,6 +87,13 @@ def test_json_logs_are_one_object_a_line_with_the_request_id() -> None:
     assert "\n" not in line and value["request_id"] == "req-1"
     assert (value["message"], value["status"], value["level"]) == ("request", 200, "info")
     assert "request_id=req-1" in plain and "status=200" in plain
+
+
+def test_logs_are_plain_on_a_terminal_and_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, kind in ((True, PlainFormatter), (False, JsonFormatter)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=is_terminal: answer)
+        assert type(formatter("auto")) is kind
+        assert (type(formatter("plain")), type(formatter("json"))) == (PlainFormatter, JsonFormatter)
 
 
 def test_every_request_is_logged_with_its_route_and_status(

@@ -78,7 +78,7 @@ class ServeConfig:
     max_files_mb: int = 4096  # of all stored files
     image_store_mb: int = 512  # of all uploaded images
     image_ttl_s: float = 86400.0
-    log_format: Literal["json", "plain"] = "json"
+    log_format: Literal["auto", "json", "plain"] = "auto"  # auto: plain on a terminal, else json
     traces: bool = False  # OpenTelemetry spans over the stages; needs opentelemetry-api
 
 

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, with the id of the request that was being served."""
+"""Structured logs with the id of the request that was being served: one JSON object a line, or text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import sys
 import time
 from typing import Any, Literal
+
+Form = Literal["auto", "json", "plain"]
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
@@ -45,10 +47,16 @@ class PlainFormatter(logging.Formatter):
         return f"{super().format(record)} {text}".rstrip()
 
 
-def configure(form: Literal["json", "plain"], level: int = logging.INFO) -> None:
+def formatter(form: Form) -> logging.Formatter:
+    """`auto`: plain where stderr is a terminal, else JSON."""
+    plain = form == "plain" or (form == "auto" and sys.stderr.isatty())
+    return PlainFormatter() if plain else JsonFormatter()
+
+
+def configure(form: Form, level: int = logging.INFO) -> None:
     """Everything to stderr: stdout belongs to commands' results."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter())
+    handler.setFormatter(formatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("uvicorn.error", "uvicorn.access", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
