@@ -122,6 +122,17 @@ def test_a_right_key_passes_and_its_namespace_travels(locked: LiveServer) -> Non
             assert locked.engine.submitted[-1].namespace == name
 
 
+def test_an_image_has_visual_tokens_of_each_namespace_and_one_set_within_it(locked: LiveServer) -> None:
+    """Advisory cache probing: nobody can time whether another caller sent the same image."""
+    body = ask(png(40, 30), "What?")
+    keys = {}
+    with locked.client() as http:
+        for name in ("anna", "ben", "anna"):
+            assert http.post(CHAT, json=body, headers=bearer(name)).status_code == 200
+            keys.setdefault(name, set()).add(locked.engine.submitted[-1].prompt.spans[0].key)
+    assert len(keys["anna"]) == len(keys["ben"]) == 1 and keys["anna"] != keys["ben"]
+
+
 def test_stored_images_and_files_belong_to_their_caller(locked: LiveServer) -> None:
     """C4 and cross-key ids: someone else's id looks like none at all."""
     with locked.client() as http:

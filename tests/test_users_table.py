@@ -87,6 +87,7 @@ ADVISORIES = {
     "cache probing across tenants": [
         "test_equal_prompts_in_other_namespaces_share_nothing",
         "test_a_right_key_passes_and_its_namespace_travels",
+        "test_an_image_has_visual_tokens_of_each_namespace_and_one_set_within_it",
     ],
     "native image code": [
         "test_d6_other_formats_are_refused_by_a_message_that_names_the_accepted_ones",

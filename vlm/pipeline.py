@@ -126,7 +126,7 @@ class Pipeline:
                 flight.task.cancel()
         await asyncio.gather(self.engine.close(), self.preprocess.close())
 
-    def plan_image(self, image: ImageInput) -> PlannedImage:
+    def plan_image(self, image: ImageInput, namespace: str = "") -> PlannedImage:
         """What an image costs, from its header. Raises `ImageError`."""
         info = probe(image.data, self.limits)
         spec = self.spec.preprocess_spec(image.detail)
@@ -136,7 +136,7 @@ class Pipeline:
             info=info,
             grid=grid,
             spec=spec,
-            key=self.spec.visual_key(info.sha256, spec),
+            key=self.spec.visual_key(info.sha256, spec, namespace),
             num_tokens=self.spec.geometry.num_visual_tokens(grid.num_tiles),
         )
 
@@ -159,7 +159,7 @@ class Pipeline:
                 if isinstance(part, str):
                     parts.append(part)
                 else:
-                    images.append(self.plan_image(part))
+                    images.append(self.plan_image(part, namespace))
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
             planned.append(Message(message.role, tuple(parts)))
         prompt = self.spec.prompt_builder.build(planned)

@@ -143,9 +143,10 @@ class ModelSpec:
             )
         return self._specs[detail]
 
-    def visual_key(self, digest: str, spec: PreprocessSpec) -> VisualKey:
-        """Names visual tokens by the image's bytes, how they are tiled and what encodes them."""
-        fields = (_KEY_VERSION, tiles_key(digest, spec), self.revision)
+    def visual_key(self, digest: str, spec: PreprocessSpec, namespace: str = "") -> VisualKey:
+        """Names visual tokens by the image's bytes, how they are tiled and what encodes them; a namespace
+        has its own, so that no caller can time whether another one sent the image."""
+        fields = (_KEY_VERSION, tiles_key(digest, spec), self.revision, *filter(None, (namespace,)))
         encoded = b"".join(len(f).to_bytes(8, "big") + f.encode() for f in fields)
         return VisualKey(hashlib.sha256(encoded).hexdigest())
 
