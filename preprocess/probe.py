@@ -15,24 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
-from PIL.JpegImagePlugin import jpeg_factory
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from preprocess.header import HeaderReader, Jpeg, read_orientation
 from preprocess.limits import ImageLimits
 from preprocess.types import ImageError, ImageInfo
 
 ACCEPTED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP")
 
-_ORIENTATION_TAG = 0x0112
 _MAX_PNG_CHUNKS = 65_536
 _OPENERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
-    "JPEG": jpeg_factory,
+    "JPEG": Jpeg,
     "PNG": PngImageFile,
     "WEBP": WebPImageFile,
     "GIF": GifImageFile,
@@ -99,7 +97,9 @@ def open_header(data: bytes, limits: ImageLimits, page: int = 0) -> Header:
         raise ImageError("image_page_not_found", "The image has no such page.")
     try:
         with quiet_pillow():
-            image = _OPENERS[name](io.BytesIO(data))
+            reader = HeaderReader(data)
+            image = _OPENERS[name](reader)
+            reader.is_bounded = False
             if page:
                 image.seek(page)
             width, height = image.size
@@ -109,7 +109,7 @@ def open_header(data: bytes, limits: ImageLimits, page: int = 0) -> Header:
         raise invalid_image() from None
     _check_size(width, height, limits)
     # Pillow turns TIFF pixels itself and reports the turned size
-    orientation = 1 if name == "TIFF" else _orientation(_exif(name, image, data))
+    orientation = 1 if name == "TIFF" else read_orientation(_exif(name, image, data) or b"")
     if orientation >= 5:
         width, height = height, width
     return Header(image, name, orientation, width, height, num_pages)
@@ -164,20 +164,6 @@ def _exif(name: str, image: ImageFile, data: bytes) -> bytes | None:
         return _png_exif(data)
     exif = image.info.get("exif")
     return exif if isinstance(exif, bytes) else None
-
-
-def _orientation(exif: bytes | None) -> int:
-    """1 to 8; a block that can't be read means 1."""
-    if not exif:
-        return 1
-    tags = Image.Exif()
-    try:
-        with quiet_pillow():
-            tags.load(exif)
-            value = tags.get(_ORIENTATION_TAG, 1)
-    except Exception:
-        return 1
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def _png_exif(data: bytes) -> bytes | None:
