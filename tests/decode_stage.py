@@ -49,9 +49,9 @@ def cpu_s(pid: int) -> float:
 def decoding_at_lower_priority(pids: Sequence[int], lower: bool) -> Iterator[None]:
     """Asserts that nearly all processor time of the processes within the block was spent at lower priority,
     or nearly none."""
-    before = _ticks_by_niceness(pids)
+    before = ticks_by_niceness(pids)
     yield
-    used = _ticks_by_niceness(pids)
+    used = ticks_by_niceness(pids)
     used.subtract(before)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     low = min(19, usual + BATCH_NICENESS)
@@ -60,7 +60,7 @@ def decoding_at_lower_priority(pids: Sequence[int], lower: bool) -> Iterator[Non
     assert used[more] > 10 * used[less]
 
 
-def _ticks_by_niceness(pids: Sequence[int]) -> Counter[int]:
+def ticks_by_niceness(pids: Sequence[int]) -> Counter[int]:
     """Processor time of the processes' threads, in clock ticks."""
     ticks: Counter[int] = Counter()
     for pid in pids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -213,6 +214,21 @@ def test_file_caps_leave_nothing_behind(tmp_path: Path) -> None:
         assert caught.value.code == code and caught.value.status_code == 413
     assert sorted(path.suffix for path in tmp_path.rglob("file-*")) == [".bin", ".json"]
     assert store.list("") == [kept] and store.list("other") == []
+
+
+def test_what_a_crash_left_half_done_is_removed_after_an_hour(tmp_path: Path) -> None:
+    now = time.time()
+    store = FileStore(tmp_path, max_file_bytes=100, max_total_bytes=150, clock=lambda: now)
+    kept = store.add("a", "a", "batch", io.BytesIO(b"x" * 90))
+    folder = store.path("a", kept.id).parent
+    for name in ("file-1.part", "file-2.bin", "file-3.meta"):
+        (folder / name).write_bytes(b"x" * 60)
+    store.sweep()
+    assert len(list(folder.iterdir())) == 5
+    now += 3700
+    store.sweep()
+    assert {path.stem for path in folder.iterdir()} == {kept.id} and store.list("a") == [kept]
+    store.add("a", "b", "batch", io.BytesIO(b"x" * 60))
 
 
 def test_adopted_files_are_moved_in(tmp_path: Path) -> None:

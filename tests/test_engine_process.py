@@ -18,7 +18,7 @@ from llm.request import Delta, Event, Failed, Finished, RequestError, SamplingPa
 from preprocess.types import ImageError
 from vlm.build import build_local_pipeline, engine_command
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.pipeline import ChatMessage, ImageInput, Pipeline
+from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
 from vlm.spec import ModelSpec
 from vlm.train.documents import make_document
 from workers.engine_client import EngineUnavailable
@@ -237,7 +237,8 @@ def test_an_image_that_fails_ends_only_its_own_requests() -> None:
             bad, good = await asyncio.gather(
                 ask(pipeline, "bad", picture(5), params), ask(pipeline, "good", picture(6), params)
             )
-            assert bad == [Failed("bad", "image_processing_failed", "The image could not be processed.")]
+            told = ("image_processing_failed", "The image could not be processed.")
+            assert bad == [ImageFailed("bad", *told, image=0)]
             assert isinstance(good[-1], Finished)
             again = await ask(pipeline, "again", picture(5), params)
             assert isinstance(again[-1], Failed)

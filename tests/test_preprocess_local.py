@@ -16,7 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from decode_stage import LIMITS, SPEC, cpu_s, decoding_at_lower_priority, endless_image, png, slow_image
+from decode_stage import (
+    LIMITS,
+    SPEC,
+    cpu_s,
+    decoding_at_lower_priority,
+    endless_image,
+    png,
+    slow_image,
+    ticks_by_niceness,
+)
 from PIL import Image
 from waiting import until
 
@@ -191,6 +200,25 @@ def test_batch_images_are_decoded_at_lower_priority_where_no_interactive_one_wai
         async with pool(processes) as stage:
             with decoding_at_lower_priority(stage.pids, lower):
                 await stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency(priority))
+
+    asyncio.run(main())
+
+
+def test_a_batch_image_whose_decoder_died_is_tried_again_at_full_priority() -> None:
+    async def main() -> None:
+        async with pool(processes=2) as stage:
+            before = {pid: cpu_s(pid) for pid in stage.pids}
+            image = stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency("batch"))
+            task = asyncio.create_task(image)
+            busy = lambda: [pid for pid in before if cpu_s(pid) > before[pid] + 0.1]  # noqa: E731
+            await until(lambda: bool(busy()))
+            os.kill(busy()[0], signal.SIGKILL)
+            assert (await task).grid.num_tiles > 0
+            (other,) = set(before) & set(stage.pids)
+            successors = set(stage.pids) - set(before)
+            ticks = ticks_by_niceness([other, *successors])
+            usual = ticks.pop(os.getpriority(os.PRIO_PROCESS, 0))
+            assert usual > 20 * sum(ticks.values())
 
     asyncio.run(main())
 

@@ -109,7 +109,8 @@ class LocalPreprocess:
                 async with self._turns.hold(num_bytes, urgency):
                     while failures < MAX_ATTEMPTS:
                         try:
-                            asked = {**frame, "background": self._is_background(urgency)}
+                            background = self._is_background(urgency) and not failures
+                            asked = {**frame, "background": background}
                             return await self._attempt(asked, data, hang_s=deadline_s / 2)
                         except DecoderDied:
                             failures += 1
@@ -122,7 +123,8 @@ class LocalPreprocess:
         raise processing_failed()
 
     def _is_background(self, urgency: Urgency) -> bool:
-        """Not where an interactive image could have to wait for this one."""
+        """Not where an interactive image could have to wait for this one. An image that failed is tried again
+        at full priority: what looked like a hang may have been others' work."""
         return urgency.priority == "batch" and self._num_processes > 1
 
     async def _attempt(self, frame: dict[str, Any], data: bytes, hang_s: float) -> Tiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,6 +69,7 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             service.start_error = error
             await pipeline.close()
             raise
+        await asyncio.to_thread(service.files.sweep)
         try:
             async with batches_running(app, service):
                 yield

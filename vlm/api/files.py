@@ -24,6 +24,7 @@ from vlm.api.errors import ApiError, invalid
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 PURPOSES = ("batch", "batch_output", "vision", "user_data")
+_LEFT_S = 3600.0  # after its last change, a half file has nobody who writes it
 _NOT_FOUND = ("file_not_found", "There is no such file.")
 
 
@@ -78,6 +79,15 @@ class FileStore:
             return path, path.stat()
         except FileNotFoundError:
             raise ApiError(404, *_NOT_FOUND) from None
+
+    def sweep(self) -> None:
+        """Removes what a crash left half done. Younger pieces may be another process's work."""
+        for path in self._root.glob("*/file-*"):
+            if path.suffix == ".json" or (path.suffix == ".bin" and path.with_suffix(".json").exists()):
+                continue
+            with contextlib.suppress(OSError):
+                if self._clock() - path.stat().st_ctime > _LEFT_S:
+                    path.unlink()
 
     def total_bytes(self) -> int:
         total = 0
