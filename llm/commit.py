@@ -209,7 +209,7 @@ class Committer:
     def _refuse(self, group: Group, error: RequestError, now: float, events: list[Event]) -> None:
         self._end(group, now)
         self._counters.failed += 1
-        events.append(Failed(group.id, error.code, error.message))
+        events.append(Failed(group.id, error.code, error.message, error.param))
 
     def _end(self, group: Group, now: float) -> None:
         del self._groups[group.id]

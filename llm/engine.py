@@ -197,7 +197,7 @@ class Engine:
                 group.members[0].matcher = self._grammars.start(group.grammar)
                 group.grammar = None
             except RequestError as error:
-                self._fail(group, error.code, error.message, events)
+                self._fail(group, error.code, error.message, events, error.param)
 
     def _execute(self, batch: Batch, events: list[Event]) -> np.ndarray | None:
         try:
@@ -210,11 +210,13 @@ class Engine:
                 self._fail(group, "internal_error", "the engine failed while computing this request", events)
             return None
 
-    def _fail(self, group: Group, code: str, message: str, events: list[Event]) -> None:
+    def _fail(
+        self, group: Group, code: str, message: str, events: list[Event], param: str | None = None
+    ) -> None:
         if self._groups.pop(group.id, None) is not None:
             self._scheduler.remove(group, self._clock())
             self._counters.failed += 1
-            events.append(Failed(group.id, code, message))
+            events.append(Failed(group.id, code, message, param))
 
     def _count_step(self, batch: Batch, seconds: float) -> None:
         counters = self._counters

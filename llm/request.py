@@ -140,11 +140,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended with an error; it is the request's last event."""
+    """The request ended with an error; it is the request's last event. param: the field that is to blame."""
 
     request_id: str
     code: str
     message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

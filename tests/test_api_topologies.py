@@ -180,12 +180,22 @@ def test_an_answer_ends_before_its_stop_string(client: httpx.Client) -> None:
         assert text == whole[: whole.index(stop)]
 
 
-def test_a_grammar_that_can_not_be_is_refused(client: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("wish", "code"),
+    [
+        ({"response_format": {"type": "regex", "regex": "(unclosed"}}, "invalid_constraint"),
+        ({"logit_bias": {"99999999": 1}}, "invalid_sampling_params"),
+    ],
+    ids=["grammar", "token"],
+)
+def test_what_only_the_engine_can_refuse_is_a_400_that_names_its_field(
+    client: httpx.Client, wish: dict[str, Any], code: str
+) -> None:
     for stream in (False, True):
-        kind = {"type": "regex", "regex": "(unclosed"}
-        answered = client.post(CHAT, json=ask(picture(0), "What?", response_format=kind, stream=stream))
+        answered = client.post(CHAT, json=ask(picture(0), "What?", stream=stream, **wish))
         assert answered.status_code == 400, answered.text
-        assert answered.json()["error"]["code"] == "invalid_constraint"
+        error = answered.json()["error"]
+        assert (error["code"], error["param"]) == (code, *wish)
 
 
 def test_a_conversation_about_images_by_id_goes_on(client: httpx.Client) -> None:

@@ -56,7 +56,7 @@ events = st.one_of(
         st.none() | st.builds(Usage, counts, counts, counts, counts),
         st.none() | st.builds(Timings, reals, reals, reals, reals, reals, reals, reals),
     ),
-    st.builds(Failed, names, names, st.text()),
+    st.builds(Failed, names, names, st.text(), st.none() | names),
     st.builds(PromptLogprobs, names, st.lists(logprobs).map(tuple)),
 )
 params = st.builds(

@@ -87,7 +87,7 @@ class PreparedRequest:
 class ImageFailed(Failed):
     """The pixels of the request's image number `image` (from 0) could not be had."""
 
-    image: int
+    image: int = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -281,5 +281,5 @@ def _blamed(event: Failed, prepared: PreparedRequest, joined: Mapping[VisualKey,
     """The failure with the first image whose pixels could not be had, if that is why."""
     for index, image in enumerate(prepared.images):
         if image.key in joined and joined[image.key].failed:
-            return ImageFailed(event.request_id, event.code, event.message, index)
+            return ImageFailed(event.request_id, event.code, event.message, image=index)
     return event

@@ -94,7 +94,7 @@ def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], 
             try:
                 runner.submit(request)
             except RequestError as error:
-                failed = Failed(request.id, error.code, error.message)
+                failed = Failed(request.id, error.code, error.message, error.param)
                 frames.send({"op": "events", "events": [event_to_json(failed)]})
         case "cancel":
             runner.cancel(message["id"])

@@ -70,8 +70,8 @@ class Generation:
                             yield event
                         case ImageFailed(code=code, message=message, image=image):
                             raise from_code(code, message, self.image_params[image])
-                        case Failed(code=code, message=message):
-                            raise from_code(code, message)
+                        case Failed(code=code, message=message, param=param):
+                            raise from_code(code, message, param)
                         case WantVisual():
                             pass
             if self.usage is None:
