@@ -13,7 +13,6 @@ from pathlib import Path
 from encoder.checkpoint import TensorEntry, read_header, read_index
 from encoder.config import EncoderConfig
 
-VISUAL_PREFIXES = ("model.vision_model.", "model.connector.")
 TEXT_PREFIXES = ("model.text_model.", "lm_head.")
 OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't
 CHUNK_BYTES = 1 << 20

@@ -164,11 +164,6 @@ class DecoderConfig:
     qk_norm: bool
     windows: tuple[int, ...]  # per layer: keys a query sees, itself included; 0 is all
 
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """From a config.json's content: a VLM's (its text_config) or a plain decoder's.

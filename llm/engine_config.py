@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SwapRule = Callable[[int, int], bool]
@@ -46,14 +46,3 @@ class EngineConfig:
             raise ValueError("speculation must be off or ngram, num_draft at least 1")
         if self.batching not in ("continuous", "static"):
             raise ValueError("batching must be continuous or static")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Raises ValueError for an unknown key, naming it and the known ones."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown engine settings: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
-        return cls(**values)

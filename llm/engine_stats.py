@@ -53,10 +53,6 @@ class EngineStats:
     def slot_use(self) -> float:
         return self.slots_used / self.slots_offered if self.slots_offered else 0.0
 
-    @property
-    def kv_usage(self) -> float:
-        return self.kv_blocks_held / self.kv_blocks if self.kv_blocks else 0.0
-
     @classmethod
     def collect(
         cls,

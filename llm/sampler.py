@@ -12,12 +12,9 @@ from llm.request import RequestError, SamplingParams, TokenLogprob
 _PARTIAL_SORT = 1024  # candidates sorted before falling back to sorting the whole vocabulary
 
 
-def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1) from a counter-based generator: no state, so no other request can shift it.
-
-    `stream` separates independent draws at one position (speculation: 1 accepts, 2 redraws).
-    """
-    packed = struct.pack("<QIIq", seed & 0xFFFFFFFFFFFFFFFF, choice, stream, position)
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) from a counter-based generator: no state, so no other request can shift it."""
+    packed = struct.pack("<QIIq", seed & 0xFFFFFFFFFFFFFFFF, choice, 0, position)
     return (int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 

@@ -78,14 +78,8 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer has no token {token}")
         return token_id
 
-    def has_token(self, token: str) -> bool:
-        return self._parsing.token_to_id(token) is not None
-
     def special_tokens(self) -> Sequence[str]:
         return tuple(token.content for token in self._added.values() if token.special)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text; b"" for special tokens and ids beyond the vocabulary."""

@@ -263,7 +263,7 @@ class Harness:
         self.answers: dict[tuple[str, int], Answer] = {}
         self.finished: dict[str, Finished] = {}
         self.failed: dict[str, Failed] = {}
-        config = EngineConfig.from_dict(settings)
+        config = EngineConfig(**settings)
         clock = clock or FakeClock(0.001)
         self.engine = Engine(self.backend, self.visuals, config, self.tokens, eos, clock, grammars)
 

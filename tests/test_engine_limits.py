@@ -10,7 +10,6 @@ from fake_backend import FakeClock, Harness, greedy, image_key, prompt_of, reque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.engine_config import EngineConfig
 from llm.request import Delta, Failed, ImageSpan, Priority, Prompt, RequestError
 
 A = image_key("A")
@@ -96,11 +95,6 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     harness.submit(request_of("r", prompt_of([2])))
     harness.run()
     harness.assert_clean()
-
-
-def test_an_unknown_setting_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown engine settings: max_runing; known: .*max_running"):
-        EngineConfig.from_dict({"max_runing": 3})
 
 
 def test_cancel_at_every_stage_frees_all_at_once() -> None:

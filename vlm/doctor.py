@@ -55,7 +55,7 @@ def _measure(rounds: int, device: str, dtype: Dtype) -> Machine:
         towers = [
             tower_probe(write_checkpoint(root / f"tower{i}", sizes), device) for i, sizes in enumerate(TOWERS)
         ]
-        precision = storage_of(root / "decoder0", device, dtype)
+        precision = precision_here(device, dtype)
     for number in range(rounds + 1):
         for decoder in decoders:
             decoder.round()
@@ -131,7 +131,7 @@ def preprocess_seconds(rounds: int) -> tuple[float, float]:
     return max(0.0, large - small) / (1024**2 / 1e6), small / spec.rule.grid(64, 64).num_tiles
 
 
-def storage_of(directory: Path, device: str = "cpu", dtype: Dtype = "float32") -> Precision:
+def precision_here(device: str = "cpu", dtype: Dtype = "float32") -> Precision:
     """How a 16-bit checkpoint's weights and its cache are stored by the backend that will run it."""
     from llm.backend.native_build import why_unavailable
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import uuid
@@ -27,8 +26,6 @@ from workers.stages import MAX_ATTEMPTS, overloaded
 from workers.step_thread import StepThread
 from workers.tasks import Heartbeat
 from workers.visual_store import VisualFormat, VisualStore, open_visual_blobs
-
-log = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 _PATIENCE_S = 60.0
@@ -177,7 +174,7 @@ def run(
     form: VisualFormat,
     concurrency: int = CONCURRENCY,
 ) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for other URLs."""
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs."""
     app = make_app(broker)
     client = connect(store, _PATIENCE_S)
     blobs, ledger = open_store(store, patience_s=_PATIENCE_S), WorkLedger(client, ENCODE_QUEUE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,6 @@ from workers.cluster import GENERATE_TASK, GenerateJob, generate_queue
 from workers.replica import Replica
 from workers.runner import EngineRunner
 
-log = logging.getLogger(__name__)
-
 CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and batches them
 
 
@@ -26,7 +23,7 @@ def run(
     concurrency: int = CONCURRENCY,
     name: str | None = None,
 ) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for a URL that isn't Redis's.
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs.
 
     name: of the replica, and of its queue `generate.NAME`; unique among those alive.
     """

@@ -31,7 +31,6 @@ class Family:
     mlp_bias: bool = False
     gated_query: bool = False  # the query projection also makes an output gate
     shared_expert_gate: bool = False
-    split_linear_proj: bool = False  # linear attention's projections are stored apart
     tied: bool = False
     positions: bool = False  # learned position embeddings
 
@@ -49,10 +48,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qk_norm="head"),
     "qwen3_moe": Family(qk_norm="head"),
     "qwen3_next": Family(qk_norm="head", gated_query=True, shared_expert_gate=True),
-    "qwen3_5_text": Family(qk_norm="head", gated_query=True, split_linear_proj=True),
-    "qwen3_5_moe_text": Family(
-        qk_norm="head", gated_query=True, shared_expert_gate=True, split_linear_proj=True
-    ),
+    "qwen3_5_text": Family(qk_norm="head", gated_query=True),
+    "qwen3_5_moe_text": Family(qk_norm="head", gated_query=True, shared_expert_gate=True),
     "gemma": Family(tied=True),
     "gemma2": Family(norms_per_layer=4, tied=True),
     "gemma3_text": Family(qk_norm="head", norms_per_layer=4, tied=True),
@@ -167,7 +164,7 @@ def count_params(config: Config) -> ParamCounts:
     attention = {
         "full": attention_params(config, family),
         "sliding": attention_params(config, family),
-        "linear": linear_attention_params(config, family) if "linear" in layer_types(config) else 0,
+        "linear": linear_attention_params(config) if "linear" in layer_types(config) else 0,
     }
     layers = 0
     expert = 0
@@ -235,7 +232,7 @@ def mla_params(config: Config) -> int:
     return int(query_params + down + up + heads * v_dim * d)
 
 
-def linear_attention_params(config: Config, family: Family) -> int:
+def linear_attention_params(config: Config) -> int:
     """Gated DeltaNet as in Qwen3-Next: projections, a short convolution, decay, gate and norm."""
     d = int(read(config, "hidden_size"))
     keys = int(read(config, "linear_num_key_heads")) * int(read(config, "linear_key_head_dim"))

@@ -21,7 +21,7 @@ from vlm.bench.load import ImageRequest, document, image_request
 from vlm.bench.report import report, result, say, spread
 from vlm.build import build_runner
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.doctor import describe, measure_machine, storage_of
+from vlm.doctor import describe, measure_machine, precision_here
 from vlm.plan.catalog import PlannedModel, load_model
 from vlm.plan.image import costs_of_images, plan_image
 from vlm.rates import clock
@@ -124,7 +124,7 @@ def compare(
     name: str, directory: Path, machines: tuple[Machine, Machine], found: Measured
 ) -> dict[str, dict[str, Any]]:
     """Every measurement beside the mean of the predictions from the calibrations before and after it."""
-    model, precision = load_model(str(directory)), storage_of(directory)
+    model, precision = load_model(str(directory)), precision_here()
     entries: dict[str, dict[str, Any]] = {}
 
     def enter(what: str, predicted: float, values: Sequence[float], unit: str, **more: Any) -> None:
