@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vlm.api.admission import MEGABYTE, Admission
+from vlm.api.admission import Admission
 from vlm.api.errors import ApiError
-from vlm.config import ServeConfig
+from vlm.config import MEBIBYTE, ServeConfig
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_a_few_that_leave_do_not_make_a_loaded_service_look_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "config"), [(0, ServeConfig(max_queued=8)), (MEGABYTE, ServeConfig(max_decoded_mb=8))]
+    ("size", "config"), [(0, ServeConfig(max_queued=8)), (MEBIBYTE, ServeConfig(max_decoded_mb=8))]
 )
 def test_batch_work_leaves_places_and_bytes_to_interactive_requests(size: int, config: ServeConfig) -> None:
     """S7 in front of the engine: no number of requests of tier flex refuses an interactive one."""

@@ -19,10 +19,10 @@ from PIL import Image
 
 from llm.request import Failed
 from preprocess.limits import ImageLimits
-from vlm.api.admission import MEGABYTE, Admission, CompletionRate
+from vlm.api.admission import Admission, CompletionRate
 from vlm.api.errors import ApiError
 from vlm.api.media import Inline, Stored, decode_base64, parse_url
-from vlm.config import ServeConfig
+from vlm.config import MEBIBYTE, ServeConfig
 
 CHAT = "/v1/chat/completions"
 
@@ -204,7 +204,7 @@ def test_a_bomb_is_refused_from_its_header(client: httpx.Client) -> None:
     finally:
         tracemalloc.stop()
     assert answered.status_code == 400 and answered.json()["error"]["code"] == "image_too_large"
-    assert peak < 20 * MEGABYTE
+    assert peak < 20 * MEBIBYTE
 
 
 def test_pixels_are_capped_in_sum_too() -> None:
@@ -373,7 +373,7 @@ def test_admission_counters_return_to_zero(steps: list[tuple[str, int]]) -> None
     for step, which in steps:
         if step == "admit":
             try:
-                tickets.append(admission.admit(which * MEGABYTE // 2, "interactive", 1e9))
+                tickets.append(admission.admit(which * MEBIBYTE // 2, "interactive", 1e9))
             except ApiError as error:
                 assert error.status_code in (429, 503) and error.retry_after_s
         elif tickets:

@@ -17,7 +17,7 @@ from llm.storage import storage_of
 from preprocess.limits import ImageLimits
 from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
-from vlm.config import ConfigError, EngineOptions, ServeConfig
+from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
 from vlm.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
@@ -32,8 +32,6 @@ from workers.visual_store import VisualFormat
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
     from encoder.model import Encoder
-
-MEBIBYTE = 1 << 20
 
 
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:

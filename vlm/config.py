@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm.storage import KvOption, KvStorage, WeightOption
 
+MEBIBYTE = 1 << 20  # what settings named *_mb count
 DEFAULT_MODEL = str(Path(__file__).parent / "model")
 
 T = TypeVar("T")

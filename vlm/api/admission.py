@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from llm.request import Priority
 from vlm.api.errors import ApiError
-from vlm.config import ServeConfig
+from vlm.config import MEBIBYTE, ServeConfig
 
-MEGABYTE = 1 << 20
 _MIN_COMPLETIONS = 8  # below that a rate is a guess
 _WINDOW = 64  # completions that the rate looks back on
 _BATCH_SHARE = 0.75  # of waiting requests and decoded bytes; the rest is left to interactive ones
@@ -89,7 +88,7 @@ class Ticket:
     open: bool = True
 
     def begun(self) -> None:
-        """Its images are decoded and tokenised by now."""
+        """Its images are decoded and encoded by now."""
         if self.waiting:
             self.waiting = False
             self.admission.release_bytes(self)
@@ -103,6 +102,11 @@ class Ticket:
 
 
 class Admission:
+    """Bounds requests that wait and bytes of decoded images, and refuses what can't be answered in time.
+
+    Batch tiers get `_BATCH_SHARE` of both bounds, counted over all that wait, so that they leave places.
+    """
+
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._rates: dict[Priority, CompletionRate] = {
@@ -127,7 +131,7 @@ class Admission:
         return self._decoded_bytes
 
     def check_open(self, ready: bool) -> None:
-        """The cheap half, before a body is looked at. Raises ApiError 503 or 429."""
+        """The cheap half, before an image is looked at. Raises ApiError 503 or 429."""
         if self.draining:
             raise ApiError(
                 503, "shutting_down", "The server is shutting down.", retry_after_s=self._config.drain_s
@@ -150,7 +154,7 @@ class Admission:
         self.check_open(ready)
         share = _BATCH_SHARE if priority == "batch" else 1.0
         self._check_queue(max(1, int(share * self._config.max_queued)))
-        room = share * self._config.max_decoded_mb * MEGABYTE - self._decoded_bytes
+        room = share * self._config.max_decoded_mb * MEBIBYTE - self._decoded_bytes
         if self._decoded_bytes and decoded_bytes > room:
             raise ApiError(
                 503,

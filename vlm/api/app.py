@@ -15,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
 from vlm.api import batches, chat, costs, file_routes, health, images, playground
-from vlm.api.admission import MEGABYTE, Admission
+from vlm.api.admission import Admission
 from vlm.api.auth import KeyRing, read_keys
 from vlm.api.batches import batches_running
 from vlm.api.errors import install_handlers
@@ -28,7 +28,7 @@ from vlm.api.responses import errors
 from vlm.api.routing import ServiceRoute
 from vlm.api.service import Service
 from vlm.api.tracing import make_traces
-from vlm.config import ServeConfig
+from vlm.config import MEBIBYTE, ServeConfig
 from vlm.pipeline import Pipeline
 
 TITLE = "vlm"
@@ -48,8 +48,8 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
         images=open_images(config),
         files=FileStore(
             Path(config.data_dir) if config.data_dir else default_data_dir(),
-            max_file_bytes=config.max_file_mb * MEGABYTE,
-            max_total_bytes=config.max_files_mb * MEGABYTE,
+            max_file_bytes=config.max_file_mb * MEBIBYTE,
+            max_total_bytes=config.max_files_mb * MEBIBYTE,
         ),
         fetcher=Fetcher(config.fetch_deadline_s),
         traces=make_traces(config.traces),

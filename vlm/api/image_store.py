@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vlm.api.admission import MEGABYTE
 from vlm.api.errors import ApiError
-from vlm.config import ServeConfig
+from vlm.config import MEBIBYTE, ServeConfig
 from workers.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable, open_store
 
 MISSING = "This image is not stored (any more). Upload it again, then repeat the request."
@@ -165,5 +164,5 @@ def open_images(config: ServeConfig) -> Images:
     """In the blob store where one is shared, in this process otherwise."""
     url = config.store or config.broker
     if not url:
-        return MemoryImages(config.image_store_mb * MEGABYTE, config.image_ttl_s)
+        return MemoryImages(config.image_store_mb * MEBIBYTE, config.image_ttl_s)
     return BlobImages(open_store(url), config.image_ttl_s)

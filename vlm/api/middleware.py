@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm.api.admission import MEGABYTE
 from vlm.api.errors import INTERNAL, ApiError, error_response
 from vlm.api.logs import request_id as current_request_id
 from vlm.api.service import Service
+from vlm.config import MEBIBYTE
 
 log = logging.getLogger("vlm.api")
 
@@ -26,6 +26,7 @@ _MULTIPART_OVERHEAD = 64 << 10
 _DRAIN_BYTES = 8 << 20  # read on after a refusal, so that the client gets to see it
 _DRAIN_S = 1.0
 _CLOSE = {"connection": "close"}
+_METHODS = frozenset(("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"))  # by name in metrics
 
 
 class BodyGuard:
@@ -59,7 +60,7 @@ class BodyGuard:
         if self._num_bytes > self._cap:
             await self.refuse(too_large(self._cap))
         others = self._service.body_bytes - self._num_bytes
-        if others and self._service.body_bytes > self._service.config.max_bodies_mb * MEGABYTE:
+        if others and self._service.body_bytes > self._service.config.max_bodies_mb * MEBIBYTE:
             await self.refuse(
                 ApiError(
                     503, "bodies_in_flight", "Too many request bytes are being processed.", headers=_CLOSE
@@ -97,8 +98,8 @@ class ServiceMiddleware:
     def _body_cap(self, path: str) -> int:
         config = self._service.config
         if path == "/v1/files":
-            return config.max_file_mb * MEGABYTE + _MULTIPART_OVERHEAD
-        return config.max_request_mb * MEGABYTE
+            return config.max_file_mb * MEBIBYTE + _MULTIPART_OVERHEAD
+        return config.max_request_mb * MEBIBYTE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,6 +159,3 @@ class ServiceMiddleware:
                     "ms": round((time.monotonic() - started) * 1e3, 1),
                 },
             )
-
-
-_METHODS = frozenset(("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"))

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator
 
+from preprocess.types import Detail
+
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_STOP_CHARS = 256
 MAX_STOPS = 4
 MAX_SCHEMA_CHARS = 100_000
-
-Detail = Literal["auto", "low", "high"]
 
 
 class Lenient(BaseModel):
