@@ -104,7 +104,7 @@ class BlockPool:
         if block is None:
             return None
         known = self._content[block]
-        if known is None or known[1] != content[1] or known[2] != content[2]:
+        if known is None or known.token_ids != content.token_ids or known.images != content.images:
             return None
         return block
 

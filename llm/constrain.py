@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llm.grammar import GrammarError, GrammarLimits, check_text, compile_matcher, make_tokenizer
 from llm.grammar_sandbox import Sandbox
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Matcher:
@@ -118,7 +118,7 @@ class Grammars:
         except GrammarError:
             raise
         except Exception:
-            logger.exception("a constraint could not be compiled")
+            log.exception("a constraint could not be compiled")
             raise GrammarError("the constraint could not be compiled") from None
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from llm.constrain import Grammars
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _NAP_S = 0.002  # at most, while nothing can run until a constraint is compiled
 
@@ -39,7 +39,7 @@ _NAP_S = 0.002  # at most, while nothing can run until a constraint is compiled
 class Engine:
     """Serves requests step by step on one backend. Not thread-safe: one owner calls it.
 
-    Reads: `submit` checks and queues, `step` returns what happened, `cancel` frees at once and says nothing.
+    `submit` checks and queues, `step` returns what happened, `cancel` frees at once and says nothing.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Engine:
             return self._backend.execute(batch.plan())
         except Exception:
             # Only the requests of this step are lost: their KV is in doubt, everyone else's is not.
-            logger.exception("a step failed in the backend")
+            log.exception("a step failed in the backend")
             self._counters.failed_steps += 1
             for group in {id(g): g for g in [pick.group for pick in batch.picks] + batch.copied}.values():
                 self._fail(group, "internal_error", "the engine failed while computing this request", events)

@@ -26,7 +26,7 @@ from llm.storage import storage_of
 
 BackendName = Literal["auto", "torch", "native"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _TEXT_PREFIXES = ("model.text_model.", "model.")
 _OTHER_MODULES = ("model.vision_model.", "model.connector.")
@@ -253,7 +253,7 @@ def _native_fits(device: str, block_size: int) -> bool:
             raise NativeUnavailable("the native backend needs a block size that is a multiple of 16")
         load_library()
     except NativeUnavailable as reason:
-        logger.warning("%s; torch takes its place", reason)
+        log.warning("%s; torch takes its place", reason)
         return False
     return True
 

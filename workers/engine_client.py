@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 from llm.request import Event, Request, VisualKey
 
+# (code, message) of the `Failed` that ends every open stream
+ENGINE_DIED = ("engine_died", "The engine stopped while it worked on this request. Please try again.")
+SHUTTING_DOWN = ("shutting_down", "The server is shutting down.")
+
 
 class EngineUnavailable(Exception):
     """The engine is down or restarting; the same request may succeed later."""
@@ -16,7 +20,8 @@ class EngineClient(Protocol):
     """One engine behind `submit(request) -> events`.
 
     A stream ends with the last `Finished` (the one with `usage`) or with `Failed`; an engine that dies
-    ends every stream with `Failed("engine_died", ...)`. Closing the iterator early cancels the request.
+    ends every stream with `ENGINE_DIED`, one that is closed with `SHUTTING_DOWN`. Closing the iterator early
+    cancels the request.
     """
 
     @property

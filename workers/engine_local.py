@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llm.request import Event, Request, VisualKey
-from workers.engine_client import EngineUnavailable
+from workers.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.runner import EngineRunner
 from workers.streams import StreamTable
 
@@ -41,7 +41,7 @@ class LocalEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop
             self._loop = None
-        self._streams.fail_all("shutting_down", "The server is shutting down.")
+        self._streams.fail_all(*SHUTTING_DOWN)
         self._thread.shutdown()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -55,7 +55,7 @@ class LocalEngine:
                 while runner.has_work:
                     self._streams.feed(await self._call(runner.step))
         except Exception:
-            self._streams.fail_all("engine_died", "The engine stopped while it worked on this request.")
+            self._streams.fail_all(*ENGINE_DIED)
             raise
 
     async def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:

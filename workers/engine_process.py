@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
-from workers.engine_client import EngineUnavailable
+from workers.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.messages import (
     FRAME_HEADER,
     event_from_json,
@@ -33,7 +33,6 @@ from workers.messages import (
 from workers.runner import EngineRunner
 from workers.streams import StreamTable
 
-ENGINE_DIED = ("engine_died", "The engine stopped while it worked on this request. Please try again.")
 HEARTBEAT_S = 0.5
 
 
@@ -165,7 +164,7 @@ class EngineProcess:
                 await self._keeper
             self._keeper = None
         await self._stop_child()
-        self._streams.fail_all("shutting_down", "The server is shutting down.")
+        self._streams.fail_all(*SHUTTING_DOWN)
 
     async def _keep_alive(self) -> None:
         delay_s = 0.0

@@ -30,7 +30,7 @@ from workers.stages import (
 )
 from workers.turns import Turns
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _BYTES_PER_PIXEL = 4  # of a decoded image in memory
@@ -54,9 +54,8 @@ class LocalPreprocess:
         self._num_processes = processes
         self._options = options or LocalOptions()
         self._turns = Turns(processes, self._options.max_inflight_bytes)
-        self._idle: asyncio.Queue[DecodeProcess | None] = (
-            asyncio.Queue()
-        )  # None: its process is to be started
+        # None: its process is to be started
+        self._idle: asyncio.Queue[DecodeProcess | None] = asyncio.Queue()
         self._processes: set[DecodeProcess] = set()
         self._attempts: set[asyncio.Task[Any]] = set()
         self._waiting = 0
@@ -178,7 +177,7 @@ class LocalPreprocess:
         try:
             started = self._spawn()
         except OSError:
-            logger.warning("a decode process can't be started", exc_info=True)
+            log.warning("a decode process can't be started", exc_info=True)
             return None
         self.restarts += 1
         return started

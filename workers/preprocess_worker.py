@@ -15,7 +15,7 @@ _PATIENCE_S = 60.0  # a worker keeps its finished tiles so long for a Redis that
 
 
 def run(broker: str, store: str, concurrency: int, limits: DecodeLimits | None = None) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for a URL that isn't Redis's.
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs.
 
     concurrency: decode processes, one thread each.
     """

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llm.request import Delta, Event, Failed, Finished, PromptLogprobs, Request, VisualKey, WantVisual
+from workers.engine_client import ENGINE_DIED
 from workers.event_stream import Refused, Started
 from workers.streams import is_last
-
-ENGINE_DIED = ("engine_died", "The engine stopped while it worked on this request. Please try again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,6 @@ class Call:
     next_batch: int = 0
     events: asyncio.Queue[Event | Refused | Lost] = field(default_factory=asyncio.Queue)
     delivery: Delivery = field(default_factory=Delivery)
-    sender: asyncio.Task[None] | None = None
     first_token: float | None = None  # time.monotonic()
     wants: set[VisualKey] = field(default_factory=set)
 

@@ -29,14 +29,14 @@ from workers.cluster import (
     Mailbox,
     generate_queue,
 )
-from workers.engine_client import EngineUnavailable
+from workers.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.event_stream import EventReader, Refused, Started
 from workers.ledger import WorkLedger
 from workers.messages import event_from_json, request_to_json
 from workers.queue_stats import QueueStats
 from workers.redis_client import connect
 from workers.registry import HeartbeatThread, Registry, Watch
-from workers.remote_calls import ENGINE_DIED, Call, Lost
+from workers.remote_calls import Call, Lost
 from workers.remote_visuals import AWAY, SEND_RETRY, RemoteVisuals
 from workers.replica import TIMED_OUT
 from workers.routing import SPILL_THRESHOLD, choose, routing_key
@@ -122,7 +122,7 @@ class RemoteEngine:
     async def close(self) -> None:
         await end_tasks(*self._tasks)
         for call in list(self._calls.values()):
-            call.events.put_nowait(Failed(call.request.id, "shutting_down", "The server is shutting down."))
+            call.events.put_nowait(Failed(call.request.id, *SHUTTING_DOWN))
         await asyncio.to_thread(self._heartbeat.close)
         await asyncio.to_thread(self._threads.shutdown)
         self._app.close()

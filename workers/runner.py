@@ -39,11 +39,14 @@ class CachedVisuals:
 
 
 class EngineRunner:
-    """Steps the encoder's batcher and the engine in turn, so that an encode never delays a running stream by
-    more than one tile batch: of `busy_max_tiles` while somebody reads along, which of batch work nobody does.
-    What arrives waits for one of the two at most, what is interactive for that under way alone: whichever of
-    the two takes it up passes the other, once in a row, if that is all batch work. Not thread-safe: one
-    owner."""
+    """Steps the encoder's batcher and the engine in turn, so that an encode delays a running stream by one
+    tile batch at most: of `busy_max_tiles` tiles while an interactive answer runs, as nobody reads batch work
+    along.
+
+    What arrives waits for one turn of each at most. What is interactive waits for the turn under way alone:
+    whichever of the two takes it up passes the other, once in a row, if the other has batch work only.
+    Not thread-safe: one owner.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,9 @@ class EngineRunner:
         self._about = about or {}
         self._busy_max_tiles = min(busy_max_tiles, batcher.max_tiles)
         self._priorities: dict[str, Priority] = {}  # of live requests
-        self._latest: Literal["step", "interactive", "batch"] = "step"  # the engine's step, or whose tiles
-        self._was_out_of_turn = False  # the latest
+        # the latest turn: the engine's step, or whose tiles
+        self._latest: Literal["step", "interactive", "batch"] = "step"
+        self._was_out_of_turn = False  # that turn
         self._has_arrived = False  # an interactive request, since the engine's latest step
         self._pieces = Pieces(self._priorities.get)
         self._wanted: dict[VisualKey, Priority] = {}  # keys asked for whose tiles have not come
@@ -131,7 +135,7 @@ class EngineRunner:
         return [event for event in told if self._note(event)]
 
     def _are_tiles_next(self) -> bool:
-        """While tiles are due."""
+        """Whether tiles, which are due, take this turn; notes whether it is out of turn."""
         if not self.engine.has_work:
             return True
         tiles, in_turn = self._batcher.next_class, self._latest == "step"

@@ -7,13 +7,13 @@ import json
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llm.request import Delta, Failed, Finished, SamplingParams, Timings, Usage
 from vlm.build import build_local_pipeline
-from vlm.cli.errors import FAILURE, CommandError
+from vlm.cli.errors import BAD_INPUT, FAILURE, CommandError
 from vlm.cli.images import naming, read_image
 from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
@@ -86,7 +86,7 @@ async def answer_messages(
             case ImageFailed():
                 raise BadImage(event.message, event.image)
             case Failed(code=code, message=problem):
-                raise CommandError(problem, FAILURE if code == "engine_died" else 2)
+                raise CommandError(problem, FAILURE if code == "engine_died" else BAD_INPUT)
     return Answer(question, text.strip(), reason, usage, timings)
 
 
@@ -137,7 +137,7 @@ def ask(
     if not all(_is_text(question) for question in asked):
         raise CommandError("the question is not valid text in this terminal's encoding")
     images = [(path, read_image(path)) for path in paths]
-    answers = asyncio.run(_ask_all(options, images, asked, replace(params)))
+    answers = asyncio.run(_ask_all(options, images, asked, params))
     if as_json:
         print(json.dumps({"answers": [a.to_json() for a in answers]}, ensure_ascii=False))
         return
