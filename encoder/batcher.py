@@ -28,10 +28,10 @@ from encoder.cache import VisualCache
 Priority = Literal["interactive", "batch"]
 Failure = tuple[str, str]  # (code, message), the message safe to show a client
 
-ENCODE_FAILED: Failure = ("encode_failed", "the image could not be encoded")
+ENCODE_FAILED: Failure = ("encode_failed", "The image could not be encoded.")
 WRONG_COUNT: Failure = (
     "visual_tokens_mismatch",
-    "the encoder gave another number of visual tokens than planned",
+    "The encoder gave another number of visual tokens than planned.",
 )
 
 log = logging.getLogger(__name__)

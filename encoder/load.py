@@ -66,6 +66,7 @@ def load_open_clip(
 
     `pretrained` is open_clip's own safetensors file (`visual.trunk.*`), `connector_weights` one with the
     connector's parameters under their names here; what has no file gets weights drawn from `seed`.
+    Raises EncoderConfigError or CheckpointError.
     """
     config = EncoderConfig(
         open_clip_tower(name), ConnectorConfig(connector, reduction, d_model, intermediate)

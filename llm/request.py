@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NewType
 
 VisualKey = NewType("VisualKey", str)
-"""64 hex digits: image digest, tiling rule, detail, variant, background, encoder revision."""
+"""64 hex digits: image digest, tiling rule, detail, variant, background, encoder revision, namespace."""
 
 Priority = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length"]

@@ -18,8 +18,8 @@ _INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 13: "I"}  # TIFF 6.0's type
 
 
 class HeaderReader(io.BytesIO):
-    """A file in memory that ends its reader while the header takes more than any real one does: reads, bytes
-    read (tags may all point at the same large value) or EXIF blocks."""
+    """A file in memory that refuses to be read on once a header took more than any real one does: reads,
+    bytes (tags may all point at the same large value) or EXIF blocks. `is_bounded` off: the pixels follow."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -41,7 +41,7 @@ class HeaderReader(io.BytesIO):
 
 
 class Jpeg(JpegImageFile):
-    """The first picture of a file of several, whose EXIF block is not parsed when it is opened."""
+    """A JPEG (of an MPO file its first picture) whose EXIF block is not parsed when it is opened."""
 
     def _read_dpi_from_exif(self) -> None:
         return

@@ -52,7 +52,7 @@ class PreprocessSpec:
         variant: Variant = "fast",
         background: tuple[int, int, int] = WHITE,
     ) -> PreprocessSpec:
-        """From processor_config.json or preprocessor_config.json of the Idefics3 family."""
+        """From the Idefics3 family's processor_config.json or preprocessor_config.json. Raises ValueError."""
         resample = image_processor_section(config).get("resample", int(Image.Resampling.LANCZOS))
         if not isinstance(resample, int):
             raise ValueError("resample must be the number of a Pillow filter")

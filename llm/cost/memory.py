@@ -37,7 +37,7 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
 def kv_bytes(shape: DecoderShape, num_tokens: int, element_bytes: float = 2, block_size: int = 1) -> int:
     """Bytes that one sequence of `num_tokens` holds, its last block counted whole.
 
-    `block_size=1` is the theoretical size. Raises: CostError, for a negative count.
+    `block_size=1` is the theoretical size. Raises CostError for a negative count.
     """
     if num_tokens < 0 or block_size < 1:
         raise CostError("token counts are at least 0 and blocks hold at least 1")

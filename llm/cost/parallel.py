@@ -38,7 +38,7 @@ class Parallel:
 
 
 def check_parallel(shape: DecoderShape, parallel: Parallel) -> None:
-    """Raises: CostError, for a split that the model doesn't allow."""
+    """Raises CostError for a split that the model doesn't allow."""
     if parallel.tensor > shape.num_heads:
         raise CostError("there are more tensor-parallel devices than query heads")
     if parallel.pipeline > shape.num_layers:

@@ -50,7 +50,7 @@ class DecoderShape:
     def from_config(cls, config: Mapping[str, Any]) -> DecoderShape:
         """From a Hugging Face `config.json`, of a decoder or of a model that holds one.
 
-        Raises: CostError, if a size is missing or makes no sense.
+        Raises CostError if a size is missing or makes no sense.
         """
         config = params.text_config(config)
         try:

@@ -43,6 +43,7 @@ def _out(file: StoredFile) -> FileOut:
 
 @router.post("/v1/files", openapi_extra=_FORM, responses=errors(400, 401, 408, 413, 415, 429, 431, 503))
 async def upload(request: Request) -> FileOut:
+    """Stores a file: requests of a batch (JSON lines), or anything to keep."""
     service = service_of(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -67,6 +68,7 @@ async def listing(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> FileList:
+    """The caller's files, newest first unless `order` is asc."""
     service = service_of(request)
     files = await asyncio.to_thread(service.files.list, caller_of(request).namespace, purpose)
     if order == "asc":
@@ -87,12 +89,14 @@ async def listing(
 
 @router.get("/v1/files/{file_id}", responses=errors(401, 404))
 async def describe(file_id: str, request: Request) -> FileOut:
+    """What is known of a file."""
     service = service_of(request)
     return _out(await asyncio.to_thread(service.files.get, caller_of(request).namespace, file_id))
 
 
 @router.delete("/v1/files/{file_id}", responses=errors(401, 404))
 async def delete(file_id: str, request: Request) -> Deleted:
+    """Removes a file; a batch that reads it goes on."""
     service = service_of(request)
     await asyncio.to_thread(service.files.delete, caller_of(request).namespace, file_id)
     return Deleted(id=file_id, object="file", deleted=True)
@@ -107,6 +111,7 @@ async def delete(file_id: str, request: Request) -> Deleted:
     },
 )
 async def content(file_id: str, request: Request) -> FileResponse:
+    """A file's bytes."""
     service = service_of(request)
     path, found = await asyncio.to_thread(service.files.locate, caller_of(request).namespace, file_id)
     return FileResponse(path, media_type="application/octet-stream", stat_result=found)

@@ -114,6 +114,7 @@ async def upload(request: Request) -> StoredImage:
 
 @router.get("/v1/images/{image_id}", responses=errors(401, 404))
 async def describe(image_id: str, request: Request) -> StoredImage:
+    """What is known of a stored image."""
     service = service_of(request)
     entry = await service.images.entry(caller_of(request).namespace, image_id)
     return _described(image_id, entry, await _plan(service, entry.data))
@@ -121,5 +122,6 @@ async def describe(image_id: str, request: Request) -> StoredImage:
 
 @router.delete("/v1/images/{image_id}", responses=errors(401, 404))
 async def forget(image_id: str, request: Request) -> Deleted:
+    """Removes a stored image; requests that have read it go on."""
     await service_of(request).images.delete(caller_of(request).namespace, image_id)
     return Deleted(id=image_id, object="image", deleted=True)

@@ -167,7 +167,7 @@ def _transformers_loop(opponent: Any, paths: Sequence[Path], batch: int) -> Rate
 
 
 async def prompt_orders(root: Path, num_pages: int) -> dict[str, Any]:
-    """users.md C5: a long instruction before the page and behind it, two tokens an answer."""
+    """A long instruction before the page and behind it, two tokens an answer."""
     folder = root / "orders"
     folder.mkdir()
     for number in range(num_pages):

@@ -1,4 +1,4 @@
-"""Interactive requests beside a batch of /v1/batches, in `vlm serve`: users.md S7."""
+"""Interactive requests beside a batch of /v1/batches, in `vlm serve`."""
 
 from __future__ import annotations
 

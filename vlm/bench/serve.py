@@ -120,7 +120,7 @@ async def _gap_at_difference(server: Served, body: bytes, text: str) -> float:
 
 
 async def concurrent_load(server: Served, seconds: float, num_images: int = 16) -> LoadReport:
-    """issue 8: 64 clients beside the closed-loop rate of 16, texts against one-at-a-time texts."""
+    """64 clients beside the closed-loop rate of 16, texts against one-at-a-time texts."""
     bodies = workload(num_images, 5000)
     texts = {key: (await _alone(server, body)).text for key, body in enumerate(bodies)}
     draw = random.Random(0)

@@ -53,7 +53,7 @@ def machine_names() -> list[str]:
 def load_model(name: str) -> PlannedModel:
     """A preset's name, 'default', a checkpoint directory, or a `config.json`.
 
-    Raises: CostError, if it is none of these or its sizes make no sense.
+    Raises CostError if it is none of these or its sizes make no sense.
     """
     presets = _presets("models.json")
     if name in presets:
@@ -134,7 +134,7 @@ def _this_machine() -> Machine:
 def load_machine(name: str) -> Machine:
     """An accelerator's preset, or 'this': the machine at hand, measured now (a few seconds).
 
-    Raises: CostError, for another name.
+    Raises CostError for another name.
     """
     if name == "this":
         return _this_machine()

@@ -51,7 +51,7 @@ def _tower(model: PlannedModel) -> TowerShape:
 
 
 def _probe_sizes(paths: list[Path]) -> list[tuple[int, int]]:
-    """(width, height) from the headers; nothing is decoded. Raises: CommandError."""
+    """(width, height) from the headers; nothing is decoded. Raises CommandError."""
     sizes = []
     for path in paths:
         with naming(path):

@@ -63,7 +63,7 @@ def plan_fleet(
     load: FleetLoad,
     precision: Precision | None = None,
 ) -> FleetPlan:
-    """Sizes every stage. Raises: CostError, if the limits can't be met by any number of machines."""
+    """Sizes every stage. Raises CostError if the limits can't be met by any number of machines."""
     precision = precision or Precision()
     image_rate = load.requests_per_s / load.questions_per_image
     tiles = math.ceil(load.tiles_per_image)

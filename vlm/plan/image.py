@@ -61,7 +61,7 @@ class ImagePlan:
 
 
 def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
-    """The tower with a connector that joins `pooled` patches, a square number. Raises: CostError."""
+    """The tower with a connector that joins `pooled` patches, a square number. Raises CostError."""
     side = round(pooled**0.5)
     if side < 1 or side * side != pooled:
         raise CostError("pooling joins a square of patches: 1, 4, 9, 16")
@@ -69,7 +69,7 @@ def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
 
 
 def with_encoder(tower: TowerShape, image_size: int, patch_size: int) -> TowerShape:
-    """The tower at another tile and patch size, in pixels. Raises: CostError."""
+    """The tower at another tile and patch size, in pixels. Raises CostError."""
     if not 0 < patch_size <= image_size:
         raise CostError("a patch is at least 1 pixel and at most a tile")
     return replace(tower, geometry=VisionGeometry(image_size, patch_size, tower.geometry.reduction))

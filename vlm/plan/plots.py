@@ -21,7 +21,7 @@ _COLORS = {"prefill": "#3b6fb5", "decode": "#5aa469", "idle": "#d9b3b3"}
 
 @contextmanager
 def _figure(path: Path, title: str, panels: int = 1) -> Iterator[list[Any]]:
-    """Axes to draw on; the file is written at the end. Raises: CostError, if it can't be."""
+    """Axes to draw on; the file is written at the end. Raises CostError if it can't be."""
     if path.suffix.lower() != ".png":
         raise CostError("--plot takes a file name that ends in .png")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -140,7 +140,7 @@ class Sizing:
     def route(self, scattered: bool) -> Routing:
         """The fewest replicas that keep utilisation and the mean TTFT within their limits.
 
-        Raises: CostError, if even idle replicas are too slow.
+        Raises CostError if even idle replicas are too slow.
         """
         questions = self.load.questions_per_image
 

@@ -134,7 +134,7 @@ def simulate(
 ) -> Simulation:
     """Runs all requests to their end.
 
-    Raises: CostError, if there are none or one alone doesn't fit.
+    Raises CostError if there are none or one alone doesn't fit.
     """
     if not requests:
         raise CostError("there is at least one request")

@@ -42,7 +42,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises: CostError, for another form."""
+        """Raises CostError for another form."""
         kind, *numbers = text.split(":")
         wanted = {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind)
         try:
@@ -80,7 +80,7 @@ def poisson_arrivals(
 
 
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
-    """JSON lines with arrival_s, prompt_tokens and output_tokens. Raises: CostError."""
+    """JSON lines with arrival_s, prompt_tokens and output_tokens. Raises CostError."""
     arrivals = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
