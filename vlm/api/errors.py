@@ -27,6 +27,8 @@ _SERVER_FAULTS = {
     "preprocessing_unavailable": 503,
     "preprocessing_timeout": 503,
     "preprocessing_overloaded": 503,
+    "encode_timeout": 503,
+    "request_timeout": 503,
     "deadline_exceeded": 503,
     "internal_error": 500,
 }

@@ -17,9 +17,10 @@ RETRIED_CODES = frozenset(
         "engine_died",
         "engine_unavailable",
         "preprocessing_unavailable",
+        "preprocessing_timeout",
+        "preprocessing_overloaded",
         "shutting_down",
         "unreadable_file",
-        "overloaded",
         "deadline_exceeded",
         "page_crashed",
     }
