@@ -9,7 +9,7 @@ RUN pip install --no-cache-dir "setuptools>=77" wheel \
     && CC="cc -mavx2" pip install --no-cache-dir --no-deps --no-binary pillow-simd pillow-simd==12.1.1.post0
 COPY packaging/ packaging/
 RUN pip install --no-cache-dir --no-deps ./packaging/pillow-shim
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY preprocess/ preprocess/
 COPY workers/ workers/
 COPY llm/ llm/
