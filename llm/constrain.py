@@ -35,7 +35,7 @@ class Matcher:
         with `ignore_eos` only where nothing else may come. Raises GrammarError."""
         packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarError("the constraint became too complex while generating")
+            raise GrammarError("The constraint became too complex while generating.")
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")[: self._vocab_size]
         allowed = np.zeros(self._vocab_size, bool)
         allowed[: len(bits)] = bits
@@ -45,13 +45,13 @@ class Matcher:
             if not allowed.any():
                 allowed[list(self._eos_ids)] = ends
         if not allowed.any():
-            raise GrammarError("the constraint allows no token that the model has")
+            raise GrammarError("The constraint allows no token that the model has.")
         return allowed
 
     def accept(self, token_id: int) -> None:
         """Moves on by a token that the last mask allowed. Raises GrammarError."""
         if not self._matcher.consume_token(token_id):
-            raise GrammarError("the constraint became too complex while generating")
+            raise GrammarError("The constraint became too complex while generating.")
 
     @property
     def is_complete(self) -> bool:
@@ -119,7 +119,7 @@ class Grammars:
             raise
         except Exception:
             log.exception("a constraint could not be compiled")
-            raise GrammarError("the constraint could not be compiled") from None
+            raise GrammarError("The constraint could not be compiled.") from None
 
     def close(self) -> None:
         """Waits for the compile under way, at most its deadline."""

@@ -178,9 +178,9 @@ class Engine:
         if params.constraint is None:
             return None
         if self._grammars is None:
-            raise RequestError("unsupported", "constrained decoding is not available", "response_format")
+            raise RequestError("unsupported", "Constrained decoding is not available.", "response_format")
         if params.beam_width > 1:
-            raise RequestError("unsupported", "beam search takes no constraint", "response_format")
+            raise RequestError("unsupported", "Beam search takes no constraint.", "response_format")
         return self._grammars.compile(*params.constraint)
 
     def _start_compiled(self, events: list[Event]) -> None:
@@ -207,7 +207,9 @@ class Engine:
             log.exception("a step failed in the backend")
             self._counters.failed_steps += 1
             for group in {id(g): g for g in [pick.group for pick in batch.picks] + batch.copied}.values():
-                self._fail(group, "internal_error", "the engine failed while computing this request", events)
+                self._fail(
+                    group, "internal_error", "The engine failed while it worked on this request.", events
+                )
             return None
 
     def _fail(
@@ -231,7 +233,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         prompt, params = request.prompt, request.params
         if request.id in self._groups:
-            raise RequestError("duplicate_request_id", "a request with this id is being served")
+            raise RequestError("duplicate_request_id", "A request with this id is being served.")
         _check_prompt(prompt, self._backend.vocab_size)
         check_params(params, self._backend.vocab_size)
         text, image = prompt.num_tokens - prompt.num_image_tokens, prompt.num_image_tokens
@@ -239,40 +241,40 @@ class Engine:
         if prompt.num_tokens + params.max_tokens > self._backend.max_positions:
             raise RequestError(
                 "context_length_exceeded",
-                f"{asked} exceed the context of {self._backend.max_positions} tokens",
+                f"{asked} exceed the context of {self._backend.max_positions} tokens.",
                 "messages",
             )
         width = max(params.n, params.beam_width)
         if width > self._config.max_running:
             raise RequestError(
-                "too_many_choices", f"{width} sequences exceed the limit of {self._config.max_running}", "n"
+                "too_many_choices", f"{width} sequences exceed the limit of {self._config.max_running}.", "n"
             )
         bound = self._scheduler.blocks_bound(prompt.num_tokens, params.max_tokens, width)
         if bound > self._pool.num_blocks:
             raise RequestError(
                 "kv_capacity_exceeded",
                 f"{asked}, {width} sequence(s), need {bound} KV blocks of {self._pool.block_size} tokens; "
-                f"there are {self._pool.num_blocks}",
+                f"there are {self._pool.num_blocks}.",
                 "messages",
             )
         limit = self._config.max_image_tokens
         if limit is not None and image > limit:
             raise RequestError(
-                "image_tokens_exceeded", f"{image} image tokens exceed the limit of {limit}", "messages"
+                "image_tokens_exceeded", f"{image} image tokens exceed the limit of {limit}.", "messages"
             )
 
 
 def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
     if not prompt.token_ids:
-        raise RequestError("invalid_prompt", "the prompt is empty", "messages")
+        raise RequestError("invalid_prompt", "The prompt is empty.", "messages")
     if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
-        raise RequestError("invalid_prompt", "a token id is out of range", "messages")
+        raise RequestError("invalid_prompt", "A token id is out of range.", "messages")
     end = 0
     for span in prompt.spans:
         if span.start < end or span.length < 1 or span.offset < 0:
             raise RequestError(
-                "invalid_prompt", "image spans must be sorted, disjoint and not empty", "messages"
+                "invalid_prompt", "Image spans must be sorted, disjoint and not empty.", "messages"
             )
         end = span.start + span.length
     if end > prompt.num_tokens:
-        raise RequestError("invalid_prompt", "an image span exceeds the prompt", "messages")
+        raise RequestError("invalid_prompt", "An image span exceeds the prompt.", "messages")

@@ -40,18 +40,18 @@ class GrammarLimits:
 def check_text(kind: str, text: str, limits: GrammarLimits) -> None:
     """Raises GrammarError for what is refused unread: unknown kind, too long, too deep, no JSON object."""
     if kind not in KINDS:
-        raise GrammarError(f"the constraint must be one of {', '.join(KINDS)}")
+        raise GrammarError(f"The constraint must be one of {', '.join(KINDS)}.")
     if len(text) > limits.max_chars:
-        raise GrammarError(f"the constraint has {len(text)} characters, the limit is {limits.max_chars}")
+        raise GrammarError(f"The constraint has {len(text)} characters, the limit is {limits.max_chars}.")
     if _depth(kind, text) > limits.max_depth:
-        raise GrammarError(f"the constraint is nested deeper than {limits.max_depth} levels")
+        raise GrammarError(f"The constraint is nested deeper than {limits.max_depth} levels.")
     if kind == "json_schema":
         try:
             schema = json.loads(text)
         except ValueError:
-            raise GrammarError("the schema is not JSON") from None
+            raise GrammarError("The schema is not JSON.") from None
         if not isinstance(schema, dict):
-            raise GrammarError("the schema is not a JSON object")
+            raise GrammarError("The schema is not a JSON object.")
 
 
 def make_tokenizer(vocabulary: tuple[bytes, ...], eos_ids: Iterable[int]) -> LLTokenizer:
@@ -74,7 +74,7 @@ def compile_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
         try:
             source = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         except ValueError:
-            raise GrammarError("the schema is not understood") from None
+            raise GrammarError("The schema is not understood.") from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=_parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -101,7 +101,7 @@ def _reason(error: str) -> str:
     line = error.strip().splitlines()[0] if error.strip() else "not supported"
     if line == "NoExtensionBias":  # llguidance's word for it
         line = "no text can match it"
-    return "the constraint was refused: " + "".join(c for c in line if c.isprintable())[:200]
+    return f"The constraint was refused: {''.join(c for c in line if c.isprintable())[:200].rstrip('.')}."
 
 
 def _depth(kind: str, text: str) -> int:

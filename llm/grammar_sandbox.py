@@ -19,7 +19,7 @@ from llm.grammar import GrammarError, GrammarLimits, check_text, compile_matcher
 _MEMORY_BYTES = 2 << 30  # of address space
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have: what fits here fits there
 _START_S = 60.0
-_TOO_COMPLEX = "the constraint is too complex"
+_TOO_COMPLEX = "The constraint is too complex."
 
 
 class Sandbox:

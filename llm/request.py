@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestError(ValueError):
-    """A request that can't be served as asked. `message` is safe to show a client."""
+    """A request that can't be served as asked. `message` is a sentence that is safe to show a client."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

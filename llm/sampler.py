@@ -60,9 +60,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     )
     for name, holds, text in rules:
         if not holds:
-            raise RequestError("invalid_sampling_params", f"{name} {text}", name)
+            raise RequestError("invalid_sampling_params", f"'{name}' {text}.", name)
     if params.beam_width > 1 and params.n > params.beam_width:
-        raise RequestError("invalid_sampling_params", "n must not exceed beam_width", "n")
+        raise RequestError("invalid_sampling_params", "'n' must not exceed 'beam_width'.", "n")
 
 
 class SamplerState:

@@ -95,7 +95,7 @@ class VisualWants:
             if len(rows) != group.rows_of[span.key]:
                 raise VisualFailure(
                     "visual_tokens_mismatch",
-                    f"an image has {group.rows_of[span.key]} placeholders but {len(rows)} visual tokens",
+                    f"An image has {group.rows_of[span.key]} placeholders but {len(rows)} visual tokens.",
                 )
             offset = span.offset + first - span.start
             slices.append(VisualSlice(first - start, rows[offset : offset + last - first]))

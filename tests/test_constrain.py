@@ -334,7 +334,7 @@ def test_a_request_cancelled_while_its_grammar_compiles_leaves_nothing(grammars:
 
 
 def test_beams_and_engines_without_grammars_refuse_constraints(grammars: Grammars) -> None:
-    with pytest.raises(RequestError, match="beam search"):
+    with pytest.raises(RequestError, match="Beam search"):
         harness_of(grammars).submit(constrained("r", "regex", "a", beam_width=2, temperature=0.0))
     with pytest.raises(RequestError, match="not available"):
         Harness().submit(Request("r", text_prompt(1), SamplingParams(8, constraint=("regex", "a"))))

@@ -256,7 +256,7 @@ def test_a_wrong_number_of_visual_tokens_fails_only_that_request(rows: int) -> N
     harness.run()
     harness.assert_clean()
     assert harness.failed["bad"].code == "visual_tokens_mismatch"
-    assert harness.failed["bad"].message == f"an image has 5 placeholders but {rows} visual tokens"
+    assert harness.failed["bad"].message == f"An image has 5 placeholders but {rows} visual tokens."
     assert harness.answer("good").token_ids == greedy(prompt_of([1], ("B", 5), [2]), 8)
     harness.submit(request_of("next", prompt_of([4, 5])))
     harness.run()

@@ -26,7 +26,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_numbers() -> None:
     """P7: never cut, least of all inside an image."""
     error = refusal(Harness(max_positions=20), [1] * 4, ("A", 9), max_tokens=8)
     assert error.code == "context_length_exceeded"
-    assert error.message == "4 text tokens + 9 image tokens + 8 to generate exceed the context of 20 tokens"
+    assert error.message == "4 text tokens + 9 image tokens + 8 to generate exceed the context of 20 tokens."
 
 
 def test_a_request_that_can_never_fit_in_the_pool_is_refused_with_its_numbers() -> None:
@@ -35,7 +35,7 @@ def test_a_request_that_can_never_fit_in_the_pool_is_refused_with_its_numbers() 
     assert error.code == "kv_capacity_exceeded"
     assert error.message == (
         "4 text tokens + 9 image tokens + 8 to generate, 1 sequence(s), "
-        "need 6 KV blocks of 4 tokens; there are 5"
+        "need 6 KV blocks of 4 tokens; there are 5."
     )
 
 
@@ -52,7 +52,7 @@ def test_forks_count_towards_the_pool(params: dict[str, Any]) -> None:
 def test_an_image_beyond_the_limit_is_refused_at_admission() -> None:
     """P8: the scheduler never sees what it could only spin on."""
     error = refusal(Harness(max_image_tokens=8), [1], ("A", 9))
-    assert (error.code, error.message) == ("image_tokens_exceeded", "9 image tokens exceed the limit of 8")
+    assert (error.code, error.message) == ("image_tokens_exceeded", "9 image tokens exceed the limit of 8.")
 
 
 def test_a_request_that_fits_exactly_is_served() -> None:
@@ -69,12 +69,12 @@ def test_a_request_that_fits_exactly_is_served() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (Prompt(()), "the prompt is empty"),
-        (Prompt((1, 32)), "a token id is out of range"),
-        (Prompt((1, -1)), "a token id is out of range"),
-        (Prompt((30,) * 4, (ImageSpan(2, 3, A, 0),)), "an image span exceeds the prompt"),
-        (Prompt((30,) * 4, (ImageSpan(0, 2, A, 0), ImageSpan(1, 2, A, 2))), "image spans must be sorted"),
-        (Prompt((30,) * 4, (ImageSpan(0, 0, A, 0),)), "image spans must be sorted"),
+        (Prompt(()), "The prompt is empty"),
+        (Prompt((1, 32)), "A token id is out of range"),
+        (Prompt((1, -1)), "A token id is out of range"),
+        (Prompt((30,) * 4, (ImageSpan(2, 3, A, 0),)), "An image span exceeds the prompt"),
+        (Prompt((30,) * 4, (ImageSpan(0, 2, A, 0), ImageSpan(1, 2, A, 2))), "Image spans must be sorted"),
+        (Prompt((30,) * 4, (ImageSpan(0, 0, A, 0),)), "Image spans must be sorted"),
     ],
 )
 def test_malformed_prompts_are_refused(prompt: Prompt, message: str) -> None:
