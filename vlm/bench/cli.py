@@ -10,6 +10,7 @@ import typer
 
 from vlm.bench import BENCHMARKS, PARTS
 from vlm.cli.errors import CommandError
+from vlm.cli.options import Json
 
 _LINES = "\n".join(f"  {name:11} {about}" for name, about in BENCHMARKS.items())
 _PARTS = " ".join(f"Parts of {name}: {', '.join(parts)}." for name, parts in PARTS.items())
@@ -35,7 +36,7 @@ def bench_command(
         typer.Option(help=f"Only this part, may be given more than once. {_PARTS}"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     if name not in BENCHMARKS:
         raise CommandError(f"unknown benchmark {name}; known: {', '.join(BENCHMARKS)}")

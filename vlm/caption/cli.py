@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from llm.storage import KvOption, WeightOption
-from vlm.config import EngineOptions, ServeConfig
+from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights
+from vlm.config import ServeConfig
 
-_ENGINE, _SERVE = EngineOptions(), ServeConfig()
+_SERVE = ServeConfig()
 
 
 def caption_command(
@@ -35,7 +35,7 @@ def caption_command(
         Literal["jsonl", "csv", "md"] | None,
         typer.Option("--format", help="Default: by the output's suffix, else jsonl."),
     ] = None,
-    model: Annotated[str, typer.Option(help="A Hugging Face directory, or 'default'.")] = "default",
+    model: Model = "default",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; the preset has its own.")
     ] = None,
@@ -47,24 +47,17 @@ def caption_command(
         typer.Option(help="auto: a long instruction comes first, so that all pages share its prefix."),
     ] = "auto",
     broker: Annotated[str, typer.Option(help="redis://...: decode in Celery workers.")] = _SERVE.broker,
-    store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = _SERVE.store,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = _ENGINE.threads,
-    weights: Annotated[
-        WeightOption,
-        typer.Option(
-            help="How weights are stored; int8 and int4 are rounded. auto: exactly, as small as that goes."
-        ),
-    ] = _ENGINE.weights,
-    kv: Annotated[
-        KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: not rounded.")
-    ] = _ENGINE.kv,
+    store: Store = _SERVE.store,
+    threads: Threads = ENGINE.threads,
+    weights: Weights = ENGINE.weights,
+    kv: Kv = ENGINE.kv,
     decode_processes: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
     window: Annotated[
         int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")
     ] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Try failed pages again.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no summary.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Caption documents in bulk. The same command continues after any stop and never writes a page twice.
 

@@ -11,7 +11,7 @@ import typer
 
 from vlm.cli.errors import run
 from vlm.cli.groups import Group
-from vlm.cli.options import ENGINE, Json, Kv, Model, Weights, engine_options
+from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights, engine_options
 from vlm.cli.worker import app as worker
 from vlm.config import ServeConfig
 
@@ -98,7 +98,7 @@ def ask(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the model.")] = ENGINE.threads,
+    threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings and token counts.")] = False,
@@ -155,7 +155,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = SERVE.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = SERVE.port,
     broker: Annotated[str, typer.Option(help="redis://...: decode images in Celery workers.")] = SERVE.broker,
-    store: Annotated[str, typer.Option(help="redis://...: blob store; default: the broker.")] = SERVE.store,
+    store: Store = SERVE.store,
     remote_engine: Annotated[
         bool, typer.Option("--remote-engine", help="Answers come from generate workers behind the broker.")
     ] = SERVE.remote_engine,

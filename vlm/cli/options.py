@@ -9,7 +9,12 @@ import typer
 from llm.storage import KvOption, WeightOption
 from vlm.config import DEFAULT_MODEL, EngineOptions
 
-Model = Annotated[str, typer.Option(help="A Hugging Face checkpoint directory, or 'default'.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A Hugging Face checkpoint directory, open_clip:TOWER:DECODER_DIRECTORY, or 'default'."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
 Broker = Annotated[str, typer.Option(help="redis://host:port/db of the queue.")]
 Store = Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")]

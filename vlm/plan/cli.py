@@ -8,6 +8,7 @@ import typer
 
 from llm.cost import CostError, Parallel, prefill_work
 from vlm.cli.groups import Group
+from vlm.cli.options import Json
 from vlm.plan import batch as batching
 from vlm.plan import kv as caches
 from vlm.plan import serve as serving
@@ -18,7 +19,6 @@ from vlm.plan.options import (
     Compute,
     Device,
     Exact,
-    Json,
     Model,
     Plot,
     StoredKv,

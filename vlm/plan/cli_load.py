@@ -14,6 +14,7 @@ from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.types import Detail
 from vlm.cli.images import naming, read_image
+from vlm.cli.options import Json
 from vlm.plan import fleet as fleets
 from vlm.plan import image as images
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
@@ -21,7 +22,6 @@ from vlm.plan.options import (
     Cache,
     Device,
     Exact,
-    Json,
     Plot,
     StoredKv,
     StoredWeights,

@@ -33,7 +33,6 @@ Compute = Annotated[int, typer.Option("--compute-bits", help="Width of matrix mu
 Exact = Annotated[
     bool, typer.Option("--exact", help="Count every parameter, not the articles' rounded sizes.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw a chart.")]
 
 
