@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import mmap
 
+from preprocess.probe import invalid_image
 from preprocess.types import ImageError
 
 Buffer = bytes | mmap
@@ -85,7 +86,7 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     except struct.error:
         pass
     if not offsets:
-        raise _damaged()
+        raise invalid_image()
     return offsets
 
 
@@ -101,23 +102,23 @@ def page_file(data: Buffer, offset: int, max_bytes: int) -> bytes:
             raise ImageError("unsupported_pixel_format", "The image's pixel format is not supported.")
         chunks_tag = next((tag for tag in _DATA_TAGS if tag in entries), None)
         if chunks_tag is None or _DATA_TAGS[chunks_tag] not in entries:
-            raise _damaged()
+            raise invalid_image()
         starts = _integers(layout, entries[chunks_tag])
         sizes = _integers(layout, entries[_DATA_TAGS[chunks_tag]])
         if sum(sizes) + sum(len(entry.value) for entry in entries.values()) > max_bytes:
             raise ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
         if len(starts) != len(sizes) or any(s + n > len(data) for s, n in zip(starts, sizes, strict=True)):
-            raise _damaged()
+            raise invalid_image()
         chunks = [bytes(data[s : s + n]) for s, n in zip(starts, sizes, strict=True)]
         kept = [entry for tag, entry in sorted(entries.items()) if tag not in _OTHER_OFFSET_TAGS]
         return _write(layout, kept, chunks_tag, chunks)
     except struct.error:
-        raise _damaged() from None
+        raise invalid_image() from None
 
 
 def _layout(data: Buffer) -> _Layout:
     if not is_tiff(data):
-        raise _damaged()
+        raise invalid_image()
     head = bytes(data[:4])
     return _Layout("<" if head[:2] == b"II" else ">", b"+" in head)
 
@@ -143,13 +144,13 @@ def _entries(data: Buffer, layout: _Layout, offset: int) -> Iterator[_Entry]:
         if length > layout.inline_bytes:
             (at,) = struct.unpack_from(layout.order + ("Q" if layout.big else "I"), data, at)
         if at + length > len(data):
-            raise _damaged()
+            raise invalid_image()
         yield _Entry(tag, kind, number, bytes(data[at : at + length]))
 
 
 def _integers(layout: _Layout, entry: _Entry) -> tuple[int, ...]:
     if entry.kind not in _INTEGERS:
-        raise _damaged()
+        raise invalid_image()
     return struct.unpack(f"{layout.order}{entry.count}{_INTEGERS[entry.kind]}", entry.value)
 
 
@@ -196,7 +197,3 @@ def _write(layout: _Layout, entries: list[_Entry], chunks_tag: int, chunks: list
     for start, chunk in zip(starts, chunks, strict=True):
         out[start : start + len(chunk)] = chunk
     return bytes(out)
-
-
-def _damaged() -> ImageError:
-    return ImageError("invalid_image", "The image is damaged or incomplete and cannot be decoded.")

@@ -39,7 +39,7 @@ def error_result(status: int, code: str, message: str, param: str | None = None)
 
 
 def new_request_id() -> str:
-    return f"req-{uuid.uuid4().hex}"
+    return f"req_{uuid.uuid4().hex}"
 
 
 def validate(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
