@@ -26,6 +26,7 @@ class Pieces:
         return sum(len(deltas) for choices in self._held.values() for deltas in choices.values())
 
     def join(self, events: Iterable[Event]) -> list[Event]:
+        """What may be told now, in order."""
         told: list[Event] = []
         for event in events:
             if not isinstance(event, Delta):

@@ -34,7 +34,7 @@ from workers.visual_store import VisualFormat, VisualStore, open_visual_blobs
 log = logging.getLogger(__name__)
 
 TIMED_OUT = ("request_timeout", "The request took longer than this server allows.")
-PATIENCE_S = 60.0
+_PATIENCE_S = 60.0  # for a Redis that is away, and for an answer's last events
 _STALL_S = 60.0  # a step that takes longer hangs
 _STATS_S = 1.0
 
@@ -47,6 +47,8 @@ class _Call:
 
 
 class Replica:
+    """Threads: engine, publisher, heartbeat, inbox reader, caretaker, and one for each task under way."""
+
     def __init__(
         self, name: str, store: str, make_runner: Callable[[], EngineRunner], on_crash: Callable[[], None]
     ) -> None:
@@ -54,7 +56,7 @@ class Replica:
         self.name = name
         self.boot = uuid.uuid4().hex
         self._on_crash = on_crash
-        self._client = connect(store, PATIENCE_S)
+        self._client = connect(store, _PATIENCE_S)
         self._mailbox = Mailbox(self._client)
         self._inbox = Mailbox(connect(store))
         self._nodes = Watch(Registry(connect(store), NODE))
@@ -126,7 +128,7 @@ class Replica:
         if not call.ended.wait(left_s):
             self._thread.tell(lambda runner: runner.cancel(job.call))
             self._publisher.feed([Failed(job.call, *TIMED_OUT)])
-            call.ended.wait(PATIENCE_S)
+            call.ended.wait(_PATIENCE_S)
         self._forget(job.call)
 
     def _submit(self, runner: EngineRunner, request: Request) -> None:

@@ -9,6 +9,7 @@ from llm.request import Event, Failed, Finished
 
 
 def is_last(event: Event) -> bool:
+    """No event of its request follows."""
     return isinstance(event, Failed) or (isinstance(event, Finished) and event.usage is not None)
 
 

@@ -119,9 +119,6 @@ class VisualStore:
                 for victim in old:
                     self._blobs.delete(victim)
 
-    def close(self) -> None:
-        self._blobs.close()
-
 
 def open_visual_blobs(url: str, cap_bytes: int = VISUAL_CAP_BYTES, patience_s: float = 0.0) -> BlobStore:
     """The blob store of level 2, with an account of its own."""
