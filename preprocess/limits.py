@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, fields
 
 from preprocess.types import ImageError, ImageInfo
 
+BYTES_PER_PIXEL = 4  # of a decoded image in memory, whatever its mode
+
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    max_bytes: int = 20 * 1024 * 1024  # of one file
-    max_pixels: int = 64_000_000  # of one image; four bytes each once decoded
+    max_bytes: int = 32 * 1024 * 1024  # of one file
+    max_pixels: int = 100_000_000  # of one image
     max_aspect_ratio: int = 200  # longer side over shorter side
     max_pages: int = 10_000  # of one TIFF
     max_request_pixels: int = 256_000_000  # of all the images of one request

@@ -300,7 +300,7 @@ def test_image_bytes_are_capped(server: LiveServer) -> None:
 def test_decoded_bytes_in_flight_are_capped() -> None:
     """S3: 503 with Retry-After before the images of many clients are decoded at once."""
     engine = FakeEngine(hold=asyncio.Event())
-    big = png(1000, 1000)  # 3 MB decoded
+    big = png(1000, 1000)  # 4 MB decoded
 
     async def run(running: LiveServer) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=30) as http:

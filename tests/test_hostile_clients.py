@@ -27,6 +27,7 @@ from vlm.api.files import FileStore
 from vlm.caption.lines import BadLine, parse_line
 from vlm.config import ServeConfig
 from vlm.strict_json import MAX_VALUES, TooManyValues, parse
+from workers.stages import deadline_passed, overloaded, unreachable
 
 CHAT = "/v1/chat/completions"
 
@@ -230,7 +231,7 @@ def test_a_row_that_no_request_could_be_is_that_rows_error(client: httpx.Client)
     assert {json.loads(line)["response"]["status_code"] for line in failed} == {400}
 
 
-@pytest.mark.parametrize("code", ["preprocessing_overloaded", "preprocessing_timeout"])
+@pytest.mark.parametrize("code", [deadline_passed().code, overloaded().code, unreachable().code])
 def test_rows_wait_while_images_wait_for_others(
     server: LiveServer, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:

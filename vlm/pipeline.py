@@ -41,9 +41,7 @@ from workers.stages import PreprocessStage, Queued, StageUnavailable, Urgency
 
 log = logging.getLogger(__name__)
 
-PREPROCESSING_UNAVAILABLE = (
-    "The image could not be processed because of a fault on our side. Please try again."
-)
+PREPROCESSING_FAULT = "The image could not be processed because of a fault on our side. Please try again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +250,7 @@ class Pipeline:
         except Exception:
             log.exception("preprocessing failed")
             flight.failed = True
-            await self._fail_tiles(image.key, "preprocessing_unavailable", PREPROCESSING_UNAVAILABLE)
+            await self._fail_tiles(image.key, "internal_error", PREPROCESSING_FAULT)
         finally:
             if self._flights.get(image.key) is flight:
                 self._flights.pop(image.key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preprocess.limits import ImageLimits
+from preprocess.limits import BYTES_PER_PIXEL, ImageLimits
 from preprocess.probe import open_header
 from preprocess.stage import PreprocessSpec
 from preprocess.types import ImageError, Tiles
@@ -33,7 +33,6 @@ from workers.turns import Turns
 log = logging.getLogger(__name__)
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_BYTES_PER_PIXEL = 4  # of a decoded image in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class LocalPreprocess:
         self._waiting += 1
         try:
             async with asyncio.timeout(deadline_s):
-                num_bytes = header.width * header.height * _BYTES_PER_PIXEL
+                num_bytes = header.width * header.height * BYTES_PER_PIXEL
                 async with self._turns.hold(num_bytes, urgency):
                     while failures < MAX_ATTEMPTS:
                         try:

@@ -33,6 +33,7 @@ _BUSY = frozenset(
         "engine_unavailable",
         "preprocessing_overloaded",
         "preprocessing_timeout",
+        "preprocessing_unavailable",
         "image_store_unavailable",
     )
 )

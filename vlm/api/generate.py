@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
+from preprocess.limits import BYTES_PER_PIXEL
 from vlm.api.admission import Ticket
 from vlm.api.auth import Caller
 from vlm.api.convert import image_params, prepare
@@ -117,8 +118,9 @@ async def admit(
     )
     deadline_s = min(body.deadline_s or service.config.request_deadline_s, service.config.request_deadline_s)
     unique = {image.key: image for image in prepared.images}.values()
-    # 3 bytes a pixel once decoded, and the file itself
-    decoded_bytes = sum(3 * image.info.width * image.info.height + image.info.num_bytes for image in unique)
+    decoded_bytes = sum(
+        BYTES_PER_PIXEL * image.info.width * image.info.height + image.info.num_bytes for image in unique
+    )
     ticket = service.admission.admit(
         decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
     )

@@ -81,7 +81,7 @@ async def answer_messages(
             case Finished():
                 reason = event.reason
                 usage, timings = event.usage or usage, event.timings or timings
-            case ImageFailed(code="preprocessing_unavailable"):
+            case ImageFailed(code="preprocessing_unavailable" | "internal_error"):
                 raise CommandError(event.message, FAILURE)
             case ImageFailed():
                 raise BadImage(event.message, event.image)
