@@ -14,6 +14,7 @@ import redis
 from PIL import Image
 
 import workers.ledger
+from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import Idefics3Tiling
@@ -130,6 +131,8 @@ def test_attempt_that_was_no_death_is_not_counted(
 
 def test_one_of_many_claims_the_message_until_it_is_taken_up(ledger: WorkLedger) -> None:
     assert [ledger.claim("k") for _ in range(3)] == [True, False, False]
+    wishes: list[Priority] = ["batch", "batch", "interactive", "batch", "interactive"]
+    assert [ledger.claim("b", wish) for wish in wishes] == [True, False, True, False, False]
     ledger.look("k", "waiter")
     ledger.begin("k", "t", 3)
     assert ledger.claim("k")

@@ -220,6 +220,38 @@ def test_s7_interactive_images_pass_the_batch_images_in_the_queue(redis_url: str
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("why", ["joined", "aged"])
+def test_s7_a_batch_image_is_sent_among_the_interactive_once_one_joins_it_or_it_has_aged(
+    redis_url: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        client = connect(redis_url)
+        urgencies = [Urgency("batch") for _ in range(3)]
+        async with stage_at(redis_url) as stage:
+            images = [many_scan_jpeg(4096, 800), many_scan_jpeg(4096, 801), png()]
+            asked = [
+                asyncio.create_task(stage.tiles(image, SPEC, LIMITS, deadline_s=100, urgency=urgency))
+                for image, urgency in zip(images, urgencies, strict=True)
+            ]
+            await until(lambda: QueueStats(client).read([])[PREPROCESS_QUEUE]["length"] == 3)
+            assert client.llen(PREPROCESS_QUEUE) == 0  # the list of interactive messages
+            if why == "joined":
+                urgencies[2].priority = "interactive"
+                await until(lambda: client.llen(PREPROCESS_QUEUE) == 1)
+                with celery_worker(redis_url, concurrency=1):
+                    await asked[2]
+                    assert not asked[0].done() and not asked[1].done()
+            else:
+                monkeypatch.setattr("workers.preprocess_celery.AGEING_S", 0.0)
+                await until(lambda: client.llen(PREPROCESS_QUEUE) == 3)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        client.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("outage", ["stopped", "frozen"])
 def test_redis_away_for_five_seconds_loses_nothing(redis_server: RedisServer, outage: str) -> None:

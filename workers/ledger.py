@@ -14,6 +14,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
+from llm.request import Priority
+
 if TYPE_CHECKING:
     import redis
 
@@ -95,9 +97,14 @@ class WorkLedger:
         """How many still wait."""
         return int(self._leave(keys=self._keys(key), args=[waiter]))
 
-    def claim(self, key: str) -> bool:
-        """True for the one who has to send the message."""
-        return bool(self._client.set(self._keys(key)[1], b"1", px=_ms(CLAIM_S), nx=True))
+    def claim(self, key: str, priority: Priority = "interactive") -> bool:
+        """True for the one who has to send the message; an interactive one is sent past one of batch work."""
+        name = self._keys(key)[1]
+        if self._client.set(name, priority, px=_ms(CLAIM_S), nx=True):
+            return True
+        if priority == "batch" or self._client.get(name) != b"batch":
+            return False
+        return bool(self._client.set(name, priority, px=_ms(CLAIM_S)))
 
     def unclaim(self, key: str) -> None:
         self._client.delete(self._keys(key)[1])

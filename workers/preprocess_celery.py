@@ -14,6 +14,7 @@ import redis
 import redis.asyncio
 from kombu.exceptions import OperationalError
 
+from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.probe import open_header, page_digest
 from preprocess.stage import PreprocessSpec, tiles_key
@@ -36,6 +37,7 @@ from workers.stages import (
 )
 from workers.streams import end_tasks
 from workers.tasks import TilesJob
+from workers.turns import AGEING_S
 
 log = logging.getLogger(__name__)
 
@@ -164,15 +166,16 @@ class CeleryPreprocess:
             self._ledger.fail(job.key, error.code, error.message)
             self._ledger.announce(job.key)
             raise error
-        if self._ledger.claim(job.key):
+        priority = waiter.priority
+        if self._ledger.claim(job.key, priority):
             try:
-                self._send(waiter)
+                self._send(waiter, priority)
             except BaseException:
                 self._ledger.unclaim(job.key)
                 raise
         return None
 
-    def _send(self, waiter: _Waiter) -> None:
+    def _send(self, waiter: _Waiter, priority: Priority) -> None:
         job = waiter.job
         self._store.put(job.image_blob, waiter.data, waiter.deadline_s + _IMAGE_TTL_MARGIN_S)
         self._app.send_task(
@@ -180,7 +183,7 @@ class CeleryPreprocess:
             kwargs=job.to_json(),
             queue=PREPROCESS_QUEUE,
             headers={SENT_HEADER: time.time()},
-            priority=BATCH_PRIORITY if waiter.urgency.priority == "batch" else 0,
+            priority=BATCH_PRIORITY if priority == "batch" else 0,
             time_limit=max(2.0, waiter.deadline_s / 2),
             retry=True,
             retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0},
@@ -222,3 +225,11 @@ class _Waiter:
         self.urgency = urgency
         self.woken = asyncio.Event()
         self.away = False  # Redis did not answer last time
+        self._since = time.monotonic()
+
+    @property
+    def priority(self) -> Priority:
+        """In the queue: batch work that has waited `AGEING_S`, or that an interactive request joined, is sent
+        once more, among the interactive messages."""
+        waited = time.monotonic() - self._since >= AGEING_S
+        return "interactive" if waited else self.urgency.priority
