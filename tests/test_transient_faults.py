@@ -7,6 +7,7 @@ import pytest
 from vlm.api.errors import from_code
 from vlm.caption.rows import RETRIED_CODES
 from workers.engine_client import ENGINE_DIED, SHUTTING_DOWN
+from workers.faults import OURS, TRANSIENT
 from workers.remote_visuals import encode_timed_out
 from workers.replica import TIMED_OUT
 from workers.stages import StageUnavailable, deadline_passed, overloaded, unreachable
@@ -20,6 +21,11 @@ def test_a_stage_without_time_is_no_fault_of_the_request(fault: StageUnavailable
 @pytest.mark.parametrize("fault", [ENGINE_DIED, SHUTTING_DOWN, TIMED_OUT])
 def test_an_engine_without_time_is_no_fault_of_the_request(fault: tuple[str, str]) -> None:
     assert from_code(*fault).status_code == 503
+
+
+@pytest.mark.parametrize("code", sorted(OURS))
+def test_a_fault_of_ours_that_stays_is_a_500_that_nobody_tries_again(code: str) -> None:
+    assert from_code(code, "").status_code == 500 and code not in TRANSIENT
 
 
 @pytest.mark.parametrize("code", [f.code for f in (deadline_passed(), overloaded(), unreachable())])

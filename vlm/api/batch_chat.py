@@ -18,25 +18,14 @@ from vlm.api.errors import INTERNAL, ApiError, from_validation, invalid
 from vlm.api.generate import admit
 from vlm.api.schemas import ChatRequest
 from vlm.api.service import Service
+from workers.faults import BUSY
 
 log = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # of one row, before the row itself is taken to be their cause
 FIRST_WAIT_S, MAX_WAIT_S = 0.2, 30.0
 # no row causes these, however often it meets them
-_BUSY = frozenset(
-    (
-        "queue_full",
-        "images_in_flight",
-        "deadline_unmeetable",
-        "shutting_down",
-        "engine_unavailable",
-        "preprocessing_overloaded",
-        "preprocessing_timeout",
-        "preprocessing_unavailable",
-        "image_store_unavailable",
-    )
-)
+_BUSY = BUSY | {"queue_full", "images_in_flight", "deadline_unmeetable", "image_store_unavailable"}
 
 
 class ChatRows:

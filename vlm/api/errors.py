@@ -14,24 +14,14 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from llm.request import RequestError
 from preprocess.types import ImageError
 from workers.engine_client import EngineUnavailable
+from workers.faults import OURS, TRANSIENT
 
 MAX_RETRY_AFTER_S = 120  # the official client gives up on longer waits
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
-# What a client did not cause: the same request may succeed later.
-_SERVER_FAULTS = {
-    "engine_died": 503,
-    "engine_unavailable": 503,
-    "shutting_down": 503,
-    "preprocessing_unavailable": 503,
-    "preprocessing_timeout": 503,
-    "preprocessing_overloaded": 503,
-    "encode_timeout": 503,
-    "request_timeout": 503,
-    "deadline_exceeded": 503,
-    "internal_error": 500,
-}
+# What a client did not cause
+_SERVER_FAULTS = dict.fromkeys(TRANSIENT, 503) | dict.fromkeys(OURS, 500)
 
 _STATUS_TEXTS = {
     400: ("invalid_request", "The request could not be understood."),

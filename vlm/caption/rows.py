@@ -9,22 +9,11 @@ from typing import Any
 
 from llm.request import Timings, Usage
 from vlm.caption.presets import length_prefixed_digest
+from workers.faults import TRANSIENT
 
 Row = dict[str, Any]
 
-RETRIED_CODES = frozenset(
-    {
-        "engine_died",
-        "engine_unavailable",
-        "preprocessing_unavailable",
-        "preprocessing_timeout",
-        "preprocessing_overloaded",
-        "shutting_down",
-        "unreadable_file",
-        "deadline_exceeded",
-        "page_crashed",
-    }
-)
+RETRIED_CODES = TRANSIENT | {"unreadable_file", "page_crashed"}
 """Errors that say nothing about the page: a later run tries again."""
 
 
