@@ -201,16 +201,21 @@ def test_engine_killed_under_load_ends_streams_and_comes_back(tmp_path: Path) ->
     """S8 and issue 4 item 2: every request ends with an answer or an error object."""
     with vlm_serve(tmp_path) as live:
 
-        async def run() -> list[httpx.Response]:
+        async def run() -> tuple[list[httpx.Response], list[str]]:
+            body = ask(noise(999, 600, 400), "What?", max_tokens=300, ignore_eos=True) | {"stream": True}
             load = asyncio.create_task(_load(live, 24, 1000))
-            await asyncio.sleep(0.6)
-            (engine,) = live.children("vlm.engine_main")
-            engine.kill()
-            return await load
+            async with live.async_client() as http, http.stream("POST", CHAT, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)  # it is being answered
+                (engine,) = live.children("vlm.engine_main")
+                engine.kill()
+                read = [line async for line in lines if line]
+            return await load, read
 
-        endings = [_ending(response) for response in asyncio.run(run())]
-        assert set(endings) <= {"answer", "engine_died", "engine_unavailable"}
-        assert set(endings) != {"answer"}
+        responses, read = asyncio.run(run())
+        assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
+        endings = {_ending(response) for response in responses}
+        assert endings <= {"answer", "engine_died", "engine_unavailable"}
         print(f"ready again after {live.wait_ready():.1f} s")
         assert {_ending(response) for response in asyncio.run(_load(live, 4, 2000))} == {"answer"}
 
