@@ -153,10 +153,13 @@ class TileBatcher:
         return True
 
     def promote(self, key: str) -> None:
-        """An interactive request wants a key that waits: its tiles are interactive from now on."""
+        """An interactive request wants a key that waits: its tiles are interactive now, by their arrival."""
         job = self._jobs.get(key)
         if job is not None and job.priority == "batch":
-            self._promote(job)
+            self._queues["batch"].remove(job)
+            job.priority = "interactive"
+            queue = self._queues["interactive"]
+            queue.insert(sum(1 for other in queue if other.since <= job.since), job)
 
     def cancel(self, key: str) -> None:
         """Drops a waiting key whatever its holders; what is being encoded at this moment is thrown away."""
@@ -282,13 +285,6 @@ class TileBatcher:
     def _finish(self, job: _Job) -> None:
         del self._jobs[job.key]
         self._queues[job.priority].remove(job)
-
-    def _promote(self, job: _Job) -> None:
-        """Among the interactive images by arrival."""
-        self._queues["batch"].remove(job)
-        job.priority = "interactive"
-        queue = self._queues["interactive"]
-        queue.insert(sum(1 for other in queue if other.since <= job.since), job)
 
     @property
     def next_class(self) -> Priority:

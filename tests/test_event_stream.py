@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import redis
 from conftest import RedisServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_for
 
 from llm.request import Delta, Event, Finished, Prompt, Request, TokenLogprob, Usage
 from workers.event_stream import EventPublisher, EventReader, append_event, stream_name
@@ -38,13 +39,6 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
     client = connect(redis_url)
     yield client
     client.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @settings(deadline=None, max_examples=60)
@@ -103,10 +97,10 @@ def test_a_reader_that_does_not_read_costs_bounded_memory_and_holds_up_nobody(
         publisher.feed([delta(number, call="slow")])
         if number < 20:
             time.sleep(0.005)
-    until(lambda: client.xlen(stream_name("deaf")) >= 8)
+    wait_for(lambda: client.xlen(stream_name("deaf")) >= 8)
     publisher.open("c", "awake")
     publisher.feed([delta(1), LAST])
-    until(lambda: ended == ["c"])
+    wait_for(lambda: ended == ["c"])
     assert client.xlen(stream_name("deaf")) <= 9
     assert publisher.num_pending <= 1
 

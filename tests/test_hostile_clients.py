@@ -7,9 +7,8 @@ import json
 import os
 import socket
 import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_for
 
 from vlm.api import batch_chat
 from vlm.api import server as server_module
@@ -30,13 +30,6 @@ from vlm.strict_json import MAX_VALUES, TooManyValues, parse
 from workers.stages import deadline_passed, overloaded, unreachable
 
 CHAT = "/v1/chat/completions"
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -51,16 +51,16 @@ class Rig:
         )
         self.engine = EndlessEngine(self.log)
         self.runner = EngineRunner(self.batcher, lambda _: self.engine)  # type: ignore[arg-type,return-value]
-        self._count = 0
+        self.count = 0
 
     def _encode(self, slices: Any) -> list[np.ndarray]:
         self.log.append("tiles " + " ".join(str(int(part[0, 0, 0, 0])) for part in slices))
         return [np.zeros((len(part), 4), np.float32) for part in slices]
 
     def tiles(self, priority: Priority) -> str:
-        self._count += 1
-        number = self._count % 250
-        key = VisualKey(f"{self._count}")
+        self.count += 1
+        number = self.count % 250
+        key = VisualKey(f"{self.count}")
         self.cache.hold(key)
         pixels = np.full((1, 2, 2, 3), number, np.uint8)
         self.runner._wanted[key] = priority
@@ -68,8 +68,8 @@ class Rig:
         return str(number)
 
     def request(self, priority: Priority) -> str:
-        self._count += 1
-        name = f"request-{self._count}"
+        self.count += 1
+        name = f"request-{self.count}"
         self.runner.submit(Request(name, Prompt((1,)), SamplingParams(), priority))
         return name
 
@@ -107,6 +107,20 @@ def test_interactive_tiles_are_encoded_by_the_next_step_whatever_batch_work_is_d
     name = rig.tiles("interactive")
     rig.runner.step()
     assert rig.log[-1] == f"tiles {name}"
+
+
+@given(HISTORY)
+def test_a_turn_without_tiles_due_ends_the_row_of_turns_out_of_order(history: list[str]) -> None:
+    rig = Rig()
+    batch_work(rig, history)
+    for _ in range(3):
+        rig.tiles("batch")
+        name = rig.request("interactive")
+        rig.runner.step()
+        assert rig.log[-1].startswith("step") and name in rig.log[-1]
+        for key in range(rig.count + 1):
+            rig.batcher.cancel(str(key))
+        rig.runner.step()
 
 
 @given(st.lists(st.sampled_from(["tiles", "request", ""]), min_size=12, max_size=40))

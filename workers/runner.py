@@ -125,7 +125,7 @@ class EngineRunner:
 
     def step(self) -> list[Event]:
         """One tile batch or one engine step, in turn while both have work."""
-        if self._batcher.due_in() == 0.0 and self._are_tiles_next():
+        if self._are_tiles_next():
             self._latest = self._batcher.next_class
             busy = self.engine.has_interactive_running
             self._batcher.step(self._busy_max_tiles if busy else None)
@@ -135,19 +135,20 @@ class EngineRunner:
         return [event for event in told if self._note(event)]
 
     def _are_tiles_next(self) -> bool:
-        """Whether tiles, which are due, take this turn; notes whether it is out of turn."""
+        """Whether tiles take this turn; notes whether the turn is out of order."""
+        was_out_of_turn, self._was_out_of_turn = self._was_out_of_turn, False
+        if self._batcher.due_in() != 0.0:
+            return False
         if not self.engine.has_work:
             return True
         tiles, in_turn = self._batcher.next_class, self._latest == "step"
-        if self._was_out_of_turn:
-            passes = False
-        elif in_turn:
+        if in_turn:
             passes = tiles == "batch" and self._has_arrived
         else:
             behind = self._has_arrived or self.engine.has_interactive_running
             passes = tiles == "interactive" and self._latest == "batch" and not behind
-        self._was_out_of_turn = passes
-        return in_turn != passes
+        self._was_out_of_turn = passes and not was_out_of_turn
+        return in_turn != self._was_out_of_turn
 
     def _note(self, event: Event) -> bool:
         """Keeps the books; False for a wish whose tiles have already come for another request."""
