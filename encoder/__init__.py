@@ -1,1 +1,4 @@
-"""Vision encoder: SigLIP tower, connectors, visual-token cache, cross-request batcher."""
+"""Tiles to visual tokens: SigLIP tower, connectors, cross-request batcher, visual-token cache.
+
+Front doors: `encoder.model` (tiles in, rows out) and `encoder.geometry` (token counts, torch-free).
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.config import ConnectorConfig, ConnectorKind, TowerConfig
+from encoder.encoder_config import ConnectorConfig, ConnectorKind, TowerConfig
 
 
 def pixel_shuffle(x: Tensor, reduction: int) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoder.config import EncoderConfig
+from encoder.encoder_config import EncoderConfig
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
 # and holds its activations all at once.

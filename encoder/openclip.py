@@ -5,7 +5,7 @@ Source: open_clip's model_configs/*.json and the timm models they name; a test c
 
 from __future__ import annotations
 
-from encoder.config import Activation, EncoderConfigError, TowerConfig
+from encoder.encoder_config import Activation, EncoderConfigError, TowerConfig
 
 # (width, layers, heads, intermediate)
 _SIZES = {

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from encoder.checkpoint import TensorEntry, read_header, read_index
-from encoder.config import EncoderConfig
+from encoder.encoder_config import EncoderConfig
 
 TEXT_PREFIXES = ("model.text_model.", "lm_head.")
 OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.config import Activation, TowerConfig
+from encoder.encoder_config import Activation, TowerConfig
 
 TANH_GELU_SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 TANH_GELU_CUBIC = 0.044715

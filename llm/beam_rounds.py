@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm.beam import BeamSearch, Extension, Hypothesis
-from llm.blocks import BlockPool
 from llm.request import FinishReason, TokenLogprob
-from llm.sampler import log_softmax, token_logprob
-from llm.sequence import Group, Sequence
+from llm.sampling.beam import BeamSearch, Extension, Hypothesis
+from llm.sampling.sampler import log_softmax, token_logprob
+from llm.scheduling.blocks import BlockPool
+from llm.scheduling.sequence import Group, Sequence
 
 
 class BeamRounds:

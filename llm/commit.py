@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm.beam import Hypothesis
 from llm.beam_rounds import BeamRounds
-from llm.blocks import BlockPool
 from llm.engine_stats import EngineCounters
-from llm.outputs import TextStream, TokenText
-from llm.picks import Batch, Pick
 from llm.request import (
     Delta,
     Event,
@@ -21,10 +17,14 @@ from llm.request import (
     Timings,
     Usage,
 )
-from llm.sampler import token_logprob
-from llm.scheduler import Scheduler
-from llm.sequence import Group, Sequence
-from llm.visual_wants import VisualWants
+from llm.sampling.beam import Hypothesis
+from llm.sampling.sampler import token_logprob
+from llm.scheduling.blocks import BlockPool
+from llm.scheduling.picks import Batch, Pick
+from llm.scheduling.scheduler import Scheduler
+from llm.scheduling.sequence import Group, Sequence
+from llm.scheduling.visual_wants import VisualWants
+from llm.text.outputs import TextStream, TokenText
 
 
 class Committer:

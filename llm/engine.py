@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.backend.base import Backend
-from llm.beam import BeamSearch
-from llm.blocks import BlockPool
 from llm.commit import Committer
 from llm.engine_config import EngineConfig
 from llm.engine_stats import EngineCounters, EngineStats
-from llm.outputs import TextStream, TokenText
-from llm.picks import Batch
 from llm.request import Event, Failed, Prompt, Request, RequestError, SamplingParams
-from llm.sampler import SamplerState, check_params
-from llm.scheduler import Scheduler
-from llm.sequence import Group, Sequence
-from llm.visual_wants import VisualWants
+from llm.sampling.beam import BeamSearch
+from llm.sampling.sampler import SamplerState, check_params
+from llm.scheduling.blocks import BlockPool
+from llm.scheduling.picks import Batch
+from llm.scheduling.scheduler import Scheduler
+from llm.scheduling.sequence import Group, Sequence
+from llm.scheduling.visual_wants import VisualWants
+from llm.text.outputs import TextStream, TokenText
 from llm.visuals import VisualSource
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from llm.constrain import Grammars
+    from llm.constraints.constrain import Grammars
 
 log = logging.getLogger(__name__)
 

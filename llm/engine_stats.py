@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm.queues import SchedulerCounters
+from llm.scheduling.queues import SchedulerCounters
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """A caption run in a process of its own, to be killed: `caption_child.py fake|real OUT LOG IN...`.
 
-LOG is `vlm.bench.caption_kills.LoggedEngine`'s.
+LOG is `vlm.bench.captioning.caption_kills.LoggedEngine`'s.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vlm.bench.caption_kills import WINDOW, LoggedEngine
+from vlm.bench.captioning.caption_kills import WINDOW, LoggedEngine
 from vlm.build import build_served_pipeline
 from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_runner import RunOptions
 from vlm.caption.presets import make_question
-from vlm.caption.runner import RunOptions
 from vlm.cli.errors import run
 from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline

@@ -16,18 +16,18 @@ from PIL import Image, ImageDraw
 from llm.request import Delta, Event, Failed, Finished, Request, Timings, Usage, VisualKey, WantVisual
 from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer
+from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.presets import Question, make_question
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
-from vlm.caption.runner import CaptionRun, RunOptions
 from vlm.caption.stats import RunStats
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
-from workers.engine_client import EngineUnavailable
-from workers.preprocess_inline import InlinePreprocess
+from workers.contract.engine_client import EngineUnavailable
+from workers.local.preprocess_inline import InlinePreprocess
 
 TEXT_TOKENS = 4
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from workers.celery_app import make_app
-from workers.stages import DecodeLimits
+from workers.cluster.celery_app import make_app
+from workers.contract.stages import DecodeLimits
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +21,8 @@ class WorkerProcess:
     def __init__(self, url: str, concurrency: int = 1, limits: DecodeLimits | None = None) -> None:
         limits = limits or DecodeLimits()
         code = (
-            "from workers.preprocess_worker import run; from workers.stages import DecodeLimits;"
+            "from workers.cluster.worker.preprocess_worker import run\n"
+            "from workers.contract.stages import DecodeLimits\n"
             f"run({url!r}, {url!r}, {concurrency}, DecodeLimits({limits.memory_bytes}, {limits.cpu_s}))"
         )
         self._url = url

@@ -16,7 +16,7 @@ from PIL import Image
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
-from workers.background import BATCH_NICENESS
+from workers.local.background import BATCH_NICENESS
 
 SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
 LIMITS = ImageLimits()

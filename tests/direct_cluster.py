@@ -20,11 +20,11 @@ from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 from vlm.spec import ModelSpec
 from vlm.train.documents import make_document
-from workers.cluster import GenerateJob, generate_queue
-from workers.preprocess_inline import InlinePreprocess
-from workers.remote_engine import RemoteEngine
-from workers.replica import Replica
-from workers.runner import EngineRunner
+from workers.cluster.names import GenerateJob, generate_queue
+from workers.cluster.node.remote_engine import RemoteEngine
+from workers.cluster.worker.replica import Replica
+from workers.local.engine_runner import EngineRunner
+from workers.local.preprocess_inline import InlinePreprocess
 
 OPTIONS = EngineOptions(kv_cache_mb=16, backend="torch")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llm.backend.base import StepItem, StepPlan
-from llm.constrain import Grammars
+from llm.constraints.constrain import Grammars
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
 from llm.request import (
@@ -191,7 +191,7 @@ class _BytesDecoder:
 
 
 class ByteTokens:
-    """Implements llm.outputs.TokenText: one byte string per id; by default id 0 is "a"."""
+    """Implements llm.text.outputs.TokenText: one byte string per id; by default id 0 is "a"."""
 
     def __init__(self, table: tuple[bytes, ...] | None = None) -> None:
         self.table = table or tuple(chr(97 + i).encode() for i in range(VOCAB))

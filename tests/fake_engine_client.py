@@ -36,13 +36,13 @@ from llm.request import (
 from preprocess.limits import ImageLimits
 from preprocess.wire import from_bytes
 from vlm.api.app import create_app
-from vlm.api.auth import KeyRing
+from vlm.api.guard.auth import KeyRing
 from vlm.api.server import CappedH11
 from vlm.config import ServeConfig
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
-from workers.engine_client import EngineUnavailable
-from workers.preprocess_inline import InlinePreprocess
+from workers.contract.engine_client import EngineUnavailable
+from workers.local.preprocess_inline import InlinePreprocess
 
 
 @dataclass

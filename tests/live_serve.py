@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from vlm.bench.serving import Served, served
+from vlm.bench.harness.server_process import Served, served
 
 ROOT = Path(__file__).resolve().parent.parent
 

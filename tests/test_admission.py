@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlm.api.admission import Admission
 from vlm.api.errors import ApiError
+from vlm.api.guard.admission import Admission
 from vlm.config import MEBIBYTE, ServeConfig
 
 

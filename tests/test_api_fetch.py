@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm.api.errors import ApiError
-from vlm.api.fetch import Fetcher, public_address
+from vlm.api.storage.fetch import Fetcher, public_address
 from vlm.config import ServeConfig
 
 CHAT = "/v1/chat/completions"

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm.api.errors import ApiError
-from vlm.api.files import FileStore
-from vlm.api.image_store import BlobImages, Images, MemoryImages, image_id
+from vlm.api.storage.files import FileStore
+from vlm.api.storage.image_store import BlobImages, Images, MemoryImages, image_id
 from vlm.config import ServeConfig
-from workers.blobs import MemoryBlobStore
+from workers.cluster.blobs import MemoryBlobStore
 
 CHAT = "/v1/chat/completions"
 

@@ -18,7 +18,7 @@ from preprocess.types import Tiles
 from vlm.api.app import create_app
 from vlm.api.server import DrainingServer, make_server
 from vlm.config import ServeConfig
-from workers.preprocess_inline import InlinePreprocess
+from workers.local.preprocess_inline import InlinePreprocess
 
 CHAT = "/v1/chat/completions"
 

@@ -19,9 +19,9 @@ from PIL import Image
 
 from llm.request import Failed
 from preprocess.limits import ImageLimits
-from vlm.api.admission import Admission, CompletionRate
+from vlm.api.chat.media import Inline, Stored, decode_base64, parse_url
 from vlm.api.errors import ApiError
-from vlm.api.media import Inline, Stored, decode_base64, parse_url
+from vlm.api.guard.admission import Admission, CompletionRate
 from vlm.config import MEBIBYTE, ServeConfig
 
 CHAT = "/v1/chat/completions"

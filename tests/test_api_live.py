@@ -227,12 +227,12 @@ def test_decoder_killed_under_load_loses_nothing(tmp_path: Path) -> None:
         async def run() -> list[httpx.Response]:
             load = asyncio.create_task(_load(live, 24, 3000))
             await asyncio.sleep(0.2)
-            live.children("workers.decode_process")[0].kill()
+            live.children("workers.local.decode_process")[0].kill()
             return await load
 
         endings = [_ending(response) for response in asyncio.run(run())]
         assert endings == ["answer"] * 24
-        assert len(live.children("workers.decode_process")) == 2
+        assert len(live.children("workers.local.decode_process")) == 2
 
 
 @pytest.mark.redis

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm.bench.serve import concurrent_load, percentile, poisson
-from vlm.bench.serving import served
+from vlm.bench.harness.server_process import served
+from vlm.bench.serve_bench import concurrent_load, percentile, poisson
 
 SECONDS = float(os.environ.get("VLM_LOAD_SECONDS", "60"))
 

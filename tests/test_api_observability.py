@@ -14,9 +14,9 @@ import pytest
 from fake_engine_client import LiveServer, ask, live_server, png
 
 from llm.request import Timings, Usage
-from vlm.api.logs import JsonFormatter, PlainFormatter, formatter, request_id
-from vlm.api.rates import StageRates
-from vlm.api.tracing import NoTraces, OpenTelemetryTraces, make_traces
+from vlm.api.observe.logs import JsonFormatter, PlainFormatter, formatter, request_id
+from vlm.api.observe.stage_rates import StageRates
+from vlm.api.observe.tracing import NoTraces, OpenTelemetryTraces, make_traces
 from vlm.config import ServeConfig
 
 CHAT = "/v1/chat/completions"

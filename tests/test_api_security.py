@@ -14,8 +14,8 @@ import pytest
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from fastapi.routing import APIRoute
 
-from vlm.api.auth import ApiKey, KeyRing, RateLimiter, check_exposure, read_keys
 from vlm.api.errors import ApiError
+from vlm.api.guard.auth import ApiKey, KeyRing, RateLimiter, check_exposure, read_keys
 from vlm.config import ConfigError, ServeConfig
 
 CHAT = "/v1/chat/completions"

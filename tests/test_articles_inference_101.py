@@ -18,8 +18,8 @@ from llm.cost import (
     prefill_work,
     weight_bytes,
 )
-from vlm.plan import roofline
 from vlm.plan.catalog import load_machine, load_model
+from vlm.plan.labs import roofline
 
 GB, GIB = 1e9, 2**30
 A100, RTX4090 = load_machine("a100"), load_machine("rtx4090")

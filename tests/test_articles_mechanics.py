@@ -37,10 +37,10 @@ from llm.cost import (
     training_ledger,
     weight_bytes,
 )
-from vlm.plan import roofline
 from vlm.plan.catalog import load_machine, load_model
-from vlm.plan.image import padding_waste, plan_image, with_encoder, with_pooling
-from vlm.plan.workload import ARTICLE_REQUESTS
+from vlm.plan.labs import roofline
+from vlm.plan.labs.image_lab import padding_waste, plan_image, with_encoder, with_pooling
+from vlm.plan.simulation.workload import ARTICLE_REQUESTS
 
 GB, KIB = 1e9, 1024
 H100 = load_machine("h100")

@@ -19,8 +19,8 @@ from llm.cost import (
     weight_bytes,
     weights_read,
 )
-from vlm.plan import roofline
 from vlm.plan.catalog import load_machine, load_model
+from vlm.plan.labs import roofline
 
 GB = 1e9
 H100 = replace(load_machine("h100"), peak_flops=990e12)  # this article's peak; the first one has 989

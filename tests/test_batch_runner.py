@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 from waiting import until
 
-from vlm.api.auth import Caller
-from vlm.api.batch_rows import RowFile, RowResult, error_result
-from vlm.api.batch_runner import BatchRunner
-from vlm.api.batch_store import Batch, BatchStore, Status
-from vlm.api.files import FileStore
+from vlm.api.batches.batch_rows import RowFile, RowResult, error_result
+from vlm.api.batches.batch_runner import BatchRunner
+from vlm.api.batches.batch_store import Batch, BatchStore, Status
+from vlm.api.guard.auth import Caller
+from vlm.api.storage.files import FileStore
 
 CHAT = "/v1/chat/completions"
 
@@ -238,7 +238,7 @@ def test_a_cancel_that_was_asked_for_before_a_restart_still_ends(data_dir: Path)
 def test_one_process_runs_the_batches_and_another_takes_over(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm.api.batch_runner.LOCK_RETRY_S", 0.01)
+    monkeypatch.setattr("vlm.api.batches.batch_runner.LOCK_RETRY_S", 0.01)
     bench = Bench(data_dir)
     made = bench.create()
     first, second = Rows(), Rows()
@@ -260,7 +260,7 @@ def test_one_process_runs_the_batches_and_another_takes_over(
 
 
 def test_a_full_disk_is_waited_out(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm.api.batch_runner.FAULT_RETRY_S", 0.02)
+    monkeypatch.setattr("vlm.api.batches.batch_runner.FAULT_RETRY_S", 0.02)
     bench = Bench(data_dir)
     made = bench.create()
     append = RowFile.append

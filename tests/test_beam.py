@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm.beam import BeamSearch, Hypothesis
+from llm.sampling.beam import BeamSearch, Hypothesis
 
 EOS = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm.bench.accuracy import summarise
+from vlm.bench.accuracy_bench import summarise
 from vlm.caption.presets import PRESETS
 from vlm.train.documents import compose_document, preset_questions
 from vlm.train.evaluate import Report

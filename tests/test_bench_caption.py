@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vlm.bench import caption
-from vlm.bench.caption_kills import Survival
-from vlm.bench.caption_reading import (
+from vlm.bench.caption_bench import caption_bench as caption
+from vlm.bench.captioning.caption_kills import Survival
+from vlm.bench.captioning.caption_reading import (
     Interval,
     Page,
     card_rates,
@@ -70,5 +70,5 @@ def test_parts_run_alone_and_an_unknown_one_is_named(monkeypatch: pytest.MonkeyP
     assert '"kills"' in made.stdout and '"memory"' in made.stdout and '"pages"' not in made.stdout
     wrong = CliRunner().invoke(app, ["bench", "caption", "--part", "sleep"])
     assert wrong.exception is not None and "sleep" in str(wrong.exception)
-    monkeypatch.setattr(importlib.import_module("vlm.bench.plan"), "run", lambda quick: {})
+    monkeypatch.setattr(importlib.import_module("vlm.bench.plan_bench"), "run", lambda quick: {})
     assert "none" in str(CliRunner().invoke(app, ["bench", "plan", "--part", "kills"]).exception)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm.backend.native_build import why_unavailable
-from vlm.bench.decode import DEFAULT_MODEL
-from vlm.bench.quantise import FULL, STORED, TIMED, Stored, accuracy, sizes, speed
+from vlm.bench.decode_bench import DEFAULT_MODEL
+from vlm.bench.quantise_bench import FULL, STORED, TIMED, Stored, accuracy, sizes, speed
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -26,7 +26,7 @@ def test_fields_read_from_small_numbers_are_as_right(
     how: Stored, points: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 100 documents; what the benchmark's 200 give stands in the README."""
-    monkeypatch.setattr("vlm.bench.quantise.STORED", (FULL, how))
+    monkeypatch.setattr("vlm.bench.quantise_bench.STORED", (FULL, how))
     found = accuracy(100)
     exact, rounded = found[f"field_accuracy_{FULL.name}"], found[f"field_accuracy_{how.name}"]
     assert exact["equal_answers"] == 1.0 and exact["points_over_float32"] == 0.0

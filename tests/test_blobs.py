@@ -12,8 +12,8 @@ from conftest import RedisServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable, MemoryBlobStore, open_store
-from workers.redis_client import connect
+from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable, MemoryBlobStore, open_store
+from workers.cluster.redis_client import connect
 
 MakeStore = Callable[[int], BlobStore]
 

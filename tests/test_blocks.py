@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.blocks import BlockContent, BlockKey, BlockPool
+from llm.scheduling.blocks import BlockContent, BlockKey, BlockPool
 
 
 def content(name: int, token: int | None = None) -> BlockContent:

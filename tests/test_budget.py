@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm.budget import StepBudget
+from llm.scheduling.budget import StepBudget
 
 
 def test_without_decodes_a_step_takes_the_whole_budget() -> None:

@@ -21,10 +21,10 @@ from caption_fakes import FakeEngine, fake_pipeline, png, rows_of
 
 from llm.request import Event, Failed, Request
 from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_runner import RunOptions
 from vlm.caption.journal import Journal
 from vlm.caption.presets import make_question
-from vlm.caption.report import duration, progress, progress_line
-from vlm.caption.runner import RunOptions
+from vlm.caption.progress import duration, progress, progress_line
 from vlm.caption.stats import RunStats
 from vlm.cli.errors import CommandError
 
@@ -101,7 +101,7 @@ def test_an_output_that_is_being_written_gives_one(folder: Path) -> None:
 
 
 def test_an_engine_that_never_starts_gives_one_and_the_output_stays_usable(folder: Path) -> None:
-    from workers.engine_client import EngineUnavailable
+    from workers.contract.engine_client import EngineUnavailable
 
     engine = FakeEngine()
 
@@ -222,7 +222,7 @@ def test_the_second_interrupt_drops_what_is_under_way_and_keeps_the_rest(folder:
 def test_progress_is_a_plain_line_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm.caption.report.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("vlm.caption.progress.LINE_EVERY_S", 0.01)
 
     async def run(quiet: bool) -> None:
         async with progress(RunStats(), quiet=quiet):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm.bench.caption_kills import NUM_KILLS, WINDOW, survive
-from vlm.bench.pages import Folder, make_folder
+from vlm.bench.captioning.caption_kills import NUM_KILLS, WINDOW, survive
+from vlm.bench.harness.pages import Folder, make_folder
 
 NUM_PAGES = 120
 TESTS = Path(__file__).parent

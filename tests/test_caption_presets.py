@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm.bench.pages import draw_page, encode
+from vlm.bench.harness.pages import draw_page, encode
 from vlm.build import build_local_pipeline
 from vlm.caption.app import CaptionJob, run_job
 from vlm.caption.presets import FIELDS_SCHEMA, PRESETS, make_question

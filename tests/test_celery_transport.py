@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import RedisServer
 
-from workers.celery_app import make_app
-from workers.redis_client import connect
+from workers.cluster.celery_app import make_app
+from workers.cluster.redis_client import connect
 
 pytestmark = pytest.mark.redis
 

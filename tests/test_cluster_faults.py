@@ -23,10 +23,10 @@ from vlm.build import build_local_pipeline
 from vlm.config import DEFAULT_MODEL
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
-from workers.cluster import ENCODE_QUEUE, generate_queue
-from workers.preprocess_inline import InlinePreprocess
-from workers.redis_client import connect
-from workers.remote_engine import RemoteEngine
+from workers.cluster.names import ENCODE_QUEUE, generate_queue
+from workers.cluster.node.remote_engine import RemoteEngine
+from workers.cluster.redis_client import connect
+from workers.local.preprocess_inline import InlinePreprocess
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -287,7 +287,7 @@ def test_poison_tiles_that_kill_every_encoder_end_after_three_attempts(
     """Whoever begins the poisoned image dies; here its lease is taken by a holder that never beats again."""
 
     async def main() -> None:
-        from workers.ledger import WorkLedger
+        from workers.cluster.ledger import WorkLedger
 
         async with node(redis_server.url) as (pipeline, _):
             (image,) = pipeline.prepare("x", question(picture(0)), LONG).images

@@ -140,7 +140,7 @@ def test_every_benchmark_is_listed_and_has_a_module_that_runs_it(capsys: pytest.
     _, shown, _ = call(capsys, "bench", "--help")
     for name, about in BENCHMARKS.items():
         assert f"{name}" in shown and about in shown
-        assert callable(importlib.import_module(f"vlm.bench.{name}").run)
+        assert callable(importlib.import_module(f"vlm.bench.{name}_bench").run)
     for name, parts in PARTS.items():
         code, _, errors = call(capsys, "bench", name, "--part", "nothing")
         assert code == BAD_INPUT and all(part in errors for part in parts)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 
-from encoder.config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
 from encoder.connector import CONNECTORS, build_connector, pixel_shuffle
+from encoder.encoder_config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
 from encoder.geometry import VisionGeometry
 
 WIDTH = 8

@@ -18,8 +18,8 @@ from fake_backend import ByteTokens, Harness, text_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.constrain import Grammars
-from llm.grammar import GrammarError, GrammarLimits, check_text, make_tokenizer
+from llm.constraints.constrain import Grammars
+from llm.constraints.grammar import GrammarError, GrammarLimits, check_text, make_tokenizer
 from llm.request import Request, RequestError, SamplingParams
 
 WORDS = (b"true", b"false", b"null", b'":', b'", "', b'"}', b"00", "\u00e9".encode(), "\u20ac".encode()[:2])

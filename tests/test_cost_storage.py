@@ -11,7 +11,7 @@ from decoders import CONFIGS, random_decoder
 from fidelity import DEFAULT_MODEL
 
 from llm.backend.native_build import why_unavailable
-from llm.config import read_decoder_config
+from llm.checkpoint.decoder_weights import load_backend
 from llm.cost import (
     DecoderShape,
     kv_block_bytes,
@@ -23,7 +23,7 @@ from llm.cost import (
     weights_read,
 )
 from llm.cost.storage import padded
-from llm.load import load_backend
+from llm.decoder_config import read_decoder_config
 from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightStorage, storage_of
 from vlm.plan.cli import kv as plan_kv
 

@@ -163,7 +163,7 @@ def test_preprocess_worker_starts_with_the_packages_of_its_image() -> None:
     assert not set(hidden) & set(line.split())
     code = (
         f"import sys\nfor name in {hidden!r}: sys.modules[name] = None\n"
-        "import workers.preprocess_worker\nfrom vlm.cli.main import app\n"
+        "import workers.cluster.worker.preprocess_worker\nfrom vlm.cli.main import app\n"
         "app(['worker', 'preprocess', '--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.geometry import TowerShape
-from llm.config import read_decoder_config
 from llm.cost import Chunk, DecoderShape, Machine, Precision, decode_time, step_time
-from vlm.doctor import describe, preprocess_seconds
-from vlm.plan.image import encode_time
-from vlm.probes import (
+from llm.decoder_config import read_decoder_config
+from vlm.plan.labs.image_lab import encode_time
+from vlm.plan.machine.calibration import describe, preprocess_seconds
+from vlm.plan.machine.probes import (
     BATCH,
     DECODERS,
     DECODES,
@@ -26,8 +26,8 @@ from vlm.probes import (
     fit_tower,
     non_negative_fit,
 )
-from vlm.rates import copy_bandwidth
-from vlm.synthetic import SMOLVLM_256M, Sizes, write_checkpoint
+from vlm.plan.machine.rates import copy_bandwidth
+from vlm.plan.machine.synthetic import SMOLVLM_256M, Sizes, write_checkpoint
 
 STORED = Precision(2, 4, 32)
 TRUE = Machine(
@@ -113,7 +113,7 @@ class MadeUpTower:
 
 
 def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
-    from encoder.config import EncoderConfig
+    from encoder.encoder_config import EncoderConfig
 
     probes: list[Any] = [
         MadeUpTower(EncoderConfig.from_directory(write_checkpoint(tmp_path / str(i), sizes)).shape)
@@ -179,7 +179,7 @@ def test_an_image_is_charged_once_however_many_tiles_it_makes(monkeypatch: pytes
     def ten_milliseconds(*_: Any) -> None:
         now[0] += 0.010
 
-    monkeypatch.setattr("vlm.doctor.time.process_time", lambda: now[0])
+    monkeypatch.setattr("vlm.plan.machine.calibration.time.process_time", lambda: now[0])
     monkeypatch.setattr("preprocess.stage.preprocess", ten_milliseconds)
     assert preprocess_seconds(2) == pytest.approx((0.0, 0.010 / 5))
 
@@ -193,7 +193,7 @@ def test_small_measurements_are_positive() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_this_machine_is_measured_and_described() -> None:
-    from vlm.doctor import measure_machine
+    from vlm.plan.machine.calibration import measure_machine
 
     machine = measure_machine(quick=True)
     assert machine.memory_bytes > 1 << 28 and machine.source.startswith("measured")

@@ -17,12 +17,12 @@ from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
-from workers.blobs import MemoryBlobStore
-from workers.cluster import EncodeJob
-from workers.encode_worker import EncodeFailed, EncodeService, run_encode_job
-from workers.ledger import WorkLedger
-from workers.redis_client import connect
-from workers.visual_store import VisualFormat, VisualStore
+from workers.cluster.blobs import MemoryBlobStore
+from workers.cluster.ledger import WorkLedger
+from workers.cluster.names import EncodeJob
+from workers.cluster.redis_client import connect
+from workers.cluster.visual_store import VisualFormat, VisualStore
+from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, run_encode_job
 
 FORM = VisualFormat("revision", "float32", 4)
 KEY = "a" * 64

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fidelity import DEFAULT_MODEL
 
-from encoder.config import EncoderConfig, EncoderConfigError, TowerConfig
+from encoder.encoder_config import EncoderConfig, EncoderConfigError, TowerConfig
 
 HF = {
     "model_type": "smolvlm",

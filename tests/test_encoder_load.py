@@ -12,8 +12,8 @@ from fidelity import DEFAULT_MODEL, SPECS, random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from encoder.checkpoint import CheckpointError, read_index
-from encoder.config import EncoderConfigError, TowerConfig
-from encoder.load import load_encoder, load_open_clip
+from encoder.encoder_config import EncoderConfigError, TowerConfig
+from encoder.encoder_weights import load_encoder, load_open_clip
 from encoder.revision import encoder_revision
 
 State = dict[str, torch.Tensor]
@@ -145,7 +145,7 @@ def test_an_open_clip_tower_is_read_from_open_clips_file_or_drawn_from_a_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin = TowerConfig(32, 2, 2, 40, image_size=45, patch_size=5, activation="gelu")
-    monkeypatch.setattr("encoder.load.open_clip_tower", lambda name: twin)
+    monkeypatch.setattr("encoder.encoder_weights.open_clip_tower", lambda name: twin)
     tiles = np.random.default_rng(0).integers(0, 256, (2, 45, 45, 3), dtype=np.uint8)
     drawn = load_open_clip("twin", d_model=24, seed=1)
     rows = drawn.encode([tiles])[0]

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.request import Prompt, PromptLogprobs, Request
-from llm.sampler import SamplerState, log_softmax, token_logprob
+from llm.sampling.sampler import SamplerState, log_softmax, token_logprob
 
 PROMPT = prompt_of([1, 2, 3], ("A", 7), [4, 5, 6, 7])  # 14 tokens: 3 full blocks of 4 and a part
 

@@ -21,11 +21,11 @@ from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
 from vlm.spec import ModelSpec
 from vlm.train.documents import make_document
-from workers.engine_client import EngineUnavailable
-from workers.engine_process import EngineProcess, serve
-from workers.preprocess_inline import InlinePreprocess
-from workers.preprocess_local import LocalPreprocess
-from workers.runner import EngineRunner
+from workers.contract.engine_client import EngineUnavailable
+from workers.local.engine_process import EngineProcess, serve
+from workers.local.engine_runner import EngineRunner
+from workers.local.preprocess_inline import InlinePreprocess
+from workers.local.preprocess_pool import LocalPreprocess
 
 OPTIONS = EngineOptions(kv_cache_mb=32, backend="torch")
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from waiting import wait_for
 
 from llm.request import Delta, Event, Finished, Prompt, Request, TokenLogprob, Usage
-from workers.event_stream import EventPublisher, EventReader, append_event, stream_name
-from workers.messages import event_from_json
-from workers.redis_client import connect
-from workers.remote_calls import Call, Delivery, Lost
-from workers.streams import end_tasks
+from workers.cluster.event_stream import EventPublisher, EventReader, append_event, stream_name
+from workers.cluster.node.remote_calls import Call, Delivery, Lost
+from workers.cluster.redis_client import connect
+from workers.contract.messages import event_from_json
+from workers.contract.streams import end_tasks
 
 pytestmark = pytest.mark.redis
 

@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from vlm.api import batch_chat
 from vlm.api import server as server_module
+from vlm.api.batches.batch_routes import batch_chat
 from vlm.api.errors import ApiError
-from vlm.api.files import FileStore
+from vlm.api.storage.files import FileStore
 from vlm.caption.lines import BadLine, parse_line
 from vlm.config import ServeConfig
 from vlm.strict_json import MAX_VALUES, TooManyValues, parse
-from workers.stages import deadline_passed, overloaded, unreachable
+from workers.contract.stages import deadline_passed, overloaded, unreachable
 
 CHAT = "/v1/chat/completions"
 

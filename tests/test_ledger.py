@@ -13,17 +13,18 @@ import pytest
 import redis
 from PIL import Image
 
-import workers.ledger
+import workers.cluster.ledger
 from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import Idefics3Tiling
 from preprocess.wire import from_bytes
-from workers.blobs import BlobStore, MemoryBlobStore, open_store
-from workers.ledger import WorkLedger
-from workers.redis_client import connect
-from workers.stages import MAX_ATTEMPTS
-from workers.tasks import Heartbeat, TilesJob, run_tiles_job
+from workers.cluster.blobs import BlobStore, MemoryBlobStore, open_store
+from workers.cluster.ledger import WorkLedger
+from workers.cluster.names import TilesJob
+from workers.cluster.redis_client import connect
+from workers.cluster.worker.tasks import Heartbeat, run_tiles_job
+from workers.contract.stages import MAX_ATTEMPTS
 
 pytestmark = pytest.mark.redis
 
@@ -88,8 +89,8 @@ def test_work_under_a_lease_is_not_begun_twice(ledger: WorkLedger) -> None:
 def test_lease_without_a_heartbeat_ends_and_with_one_lasts(
     ledger: WorkLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers.ledger, "LEASE_S", 0.4)
-    monkeypatch.setattr("workers.tasks.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(workers.cluster.ledger, "LEASE_S", 0.4)
+    monkeypatch.setattr("workers.cluster.worker.tasks.HEARTBEAT_S", 0.05)
     ledger.look("k", "waiter")
     ledger.begin("k", "t", 3)
     with Heartbeat(ledger, "k", "t"):
@@ -121,7 +122,7 @@ def test_attempts_count_deaths_and_end(ledger: WorkLedger) -> None:
 
 @pytest.mark.parametrize("outcome", ["done", "undone"])
 def test_attempt_that_was_no_death_is_not_counted(
-    ledger: WorkLedger, outcome: workers.ledger.Outcome
+    ledger: WorkLedger, outcome: workers.cluster.ledger.Outcome
 ) -> None:
     ledger.look("k", "waiter")
     ledger.begin("k", "t", 3)

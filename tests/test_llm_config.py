@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm.config import ConfigError, DecoderConfig
+from llm.decoder_config import ConfigError, DecoderConfig
 
 LINEAR = {"rope_type": "linear"}
 LLAMA = SMALL | {"model_type": "llama"}

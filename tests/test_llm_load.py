@@ -12,8 +12,8 @@ from decoders import random_decoder, run_chunks
 from fidelity import CheckpointSpec, random_checkpoint
 from safetensors.torch import load_file, save_file
 
-from llm.config import ConfigError, read_decoder_config
-from llm.load import WeightsError, load_backend, load_weights
+from llm.checkpoint.decoder_weights import WeightsError, load_backend, load_weights
+from llm.decoder_config import ConfigError, read_decoder_config
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from llm.request import (
     VisualKey,
     WantVisual,
 )
-from workers.messages import (
+from workers.contract.messages import (
     FRAME_HEADER,
     MAX_JSON_BYTES,
     event_from_json,

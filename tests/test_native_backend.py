@@ -19,8 +19,8 @@ from llm.backend.base import StepItem, StepPlan
 from llm.backend.native import NativeBackend
 from llm.backend.native_build import NativeUnavailable, load_library, why_unavailable
 from llm.backend.torch_backend import TorchBackend
-from llm.config import read_decoder_config
-from llm.load import load_backend, load_weights
+from llm.checkpoint.decoder_weights import load_backend, load_weights
+from llm.decoder_config import read_decoder_config
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETTINGS = settings(

@@ -23,7 +23,7 @@ from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import TileGrid, TilingRule
 from vlm.cli.tokens import image_cost
 from vlm.plan.catalog import load_machine, load_model
-from vlm.plan.image import costs_of_images, plan_image
+from vlm.plan.labs.image_lab import costs_of_images, plan_image
 from vlm.prompt import ImagePart, Message, PlainFormat
 from vlm.spec import BLOCK_SIZE, ModelSpec
 

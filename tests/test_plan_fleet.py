@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from llm.cost import CostError, decode_time
 from vlm.plan.catalog import load_machine, load_model
-from vlm.plan.fleet import FleetPlan, decode_batch_within, plan_fleet, render_fleet
-from vlm.plan.queueing import erlang_c, mean_wait_s, size_stage
-from vlm.plan.routing import FleetLoad, scattered_hits
+from vlm.plan.simulation.fleet import FleetPlan, decode_batch_within, plan_fleet, render_fleet
+from vlm.plan.simulation.prefix_routing import FleetLoad, scattered_hits
+from vlm.plan.simulation.queueing import erlang_c, mean_wait_s, size_stage
 
 MODEL, L40S = load_model("smolvlm-2.2b"), load_machine("l40s")
 DECODER = MODEL.decoder.lumped()

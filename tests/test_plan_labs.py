@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.cost import CostError, Parallel, Precision, decode_time, kv_bytes, max_batch, prefill_time
-from vlm.plan.batch import plan_batch, render_batch
 from vlm.plan.catalog import load_machine, load_model, machine_names, model_names
-from vlm.plan.image import padding_waste, plan_image, render_image, with_encoder, with_pooling
-from vlm.plan.kv import capacity_curve, plan_kv, render_kv
-from vlm.plan.serve import Speculation, Workload, plan_serve, render_serve
+from vlm.plan.labs.batch_lab import plan_batch, render_batch
+from vlm.plan.labs.image_lab import padding_waste, plan_image, render_image, with_encoder, with_pooling
+from vlm.plan.labs.kv_lab import capacity_curve, plan_kv, render_kv
+from vlm.plan.labs.serve_lab import Speculation, Workload, plan_serve, render_serve
 
 H100 = load_machine("h100")
 LLAMA = load_model("llama-3-8b").decoder.lumped()

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.cost import CostError, DecoderShape, Machine, kv_bytes
-from vlm.plan import roofline
 from vlm.plan.catalog import load_machine, load_model
-from vlm.plan.clock import POLICIES, Policy, Rules, Simulation
-from vlm.plan.report import gaps, meets, render_reports, report
-from vlm.plan.schedule import simulate
-from vlm.plan.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
+from vlm.plan.labs import roofline
+from vlm.plan.simulation.clock import POLICIES, Policy, Rules, Simulation
+from vlm.plan.simulation.outcome import gaps, meets, render_reports, report
+from vlm.plan.simulation.schedule import simulate
+from vlm.plan.simulation.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
 
 SHAPE = DecoderShape(
     num_layers=4, d_model=256, num_heads=8, num_kv_heads=2, head_dim=32, num_params=3_000_000, vocab_size=1000

@@ -16,7 +16,7 @@ from PIL import Image
 
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
-from vlm.api.auth import ApiKey, KeyRing
+from vlm.api.guard.auth import ApiKey, KeyRing
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -6,12 +6,12 @@ from fake_backend import ByteTokens, image_key, prompt_of, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.blocks import BlockPool, ImageTouch
-from llm.outputs import TextStream
-from llm.prefix import NoPrefixCache, PrefixCache, block_key, image_touches, root_key
 from llm.request import ImageSpan, Prompt, Request
-from llm.sampler import SamplerState
-from llm.sequence import Group, Sequence
+from llm.sampling.sampler import SamplerState
+from llm.scheduling.blocks import BlockPool, ImageTouch
+from llm.scheduling.prefix import NoPrefixCache, PrefixCache, block_key, image_touches, root_key
+from llm.scheduling.sequence import Group, Sequence
+from llm.text.outputs import TextStream
 
 ROOT = root_key("")
 

@@ -27,12 +27,12 @@ from waiting import until
 from llm.request import Priority
 from preprocess.stage import preprocess
 from preprocess.types import ImageError, Tiles
-from workers.blobs import open_store
-from workers.celery_app import PREPROCESS_QUEUE
-from workers.preprocess_celery import CeleryPreprocess
-from workers.queue_stats import QueueStats
-from workers.redis_client import connect
-from workers.stages import DecodeLimits, StageUnavailable, Urgency
+from workers.cluster.blobs import open_store
+from workers.cluster.celery_app import PREPROCESS_QUEUE
+from workers.cluster.node.preprocess_celery import CeleryPreprocess
+from workers.cluster.queue_stats import QueueStats
+from workers.cluster.redis_client import connect
+from workers.contract.stages import DecodeLimits, StageUnavailable, Urgency
 
 pytestmark = pytest.mark.redis
 
@@ -242,7 +242,7 @@ def test_s7_a_batch_image_is_sent_among_the_interactive_once_one_joins_it_or_it_
                     await asked[2]
                     assert not asked[0].done() and not asked[1].done()
             else:
-                monkeypatch.setattr("workers.preprocess_celery.AGEING_S", 0.0)
+                monkeypatch.setattr("workers.cluster.node.preprocess_celery.AGEING_S", 0.0)
                 await until(lambda: client.llen(PREPROCESS_QUEUE) == 3)
             for task in asked:
                 task.cancel()
@@ -326,7 +326,7 @@ def test_full_store_is_told_at_once(redis_url: str) -> None:
 
 def test_worker_never_loads_torch() -> None:
     code = (
-        "import sys, workers.preprocess_worker;"
+        "import sys, workers.cluster.worker.preprocess_worker;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -32,8 +32,8 @@ from waiting import until
 from llm.request import Priority
 from preprocess.stage import preprocess
 from preprocess.types import ImageError
-from workers.preprocess_local import LocalOptions, LocalPreprocess
-from workers.stages import DecodeLimits, StageUnavailable, Urgency
+from workers.contract.stages import DecodeLimits, StageUnavailable, Urgency
+from workers.local.preprocess_pool import LocalOptions, LocalPreprocess
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ def test_a_system_without_room_for_a_process_costs_an_error_and_no_place(
         async with pool() as stage:
             os.kill(stage.pids[0], signal.SIGKILL)
             with monkeypatch.context() as full:
-                full.setattr("workers.preprocess_local.subprocess.Popen", no_room)
+                full.setattr("workers.local.preprocess_pool.subprocess.Popen", no_room)
                 for _ in range(3):
                     with pytest.raises(StageUnavailable):
                         await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
@@ -269,7 +269,7 @@ def test_more_images_than_may_wait_are_refused_at_once() -> None:
 
 def test_decode_process_never_loads_torch_and_starts_small() -> None:
     code = (
-        "import sys, workers.decode_process, workers.preprocess_local;"
+        "import sys, workers.local.decode_process, workers.local.preprocess_pool;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'celery', 'redis')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from llm.backend import native_build
 from llm.backend.base import Backend, StepItem, StepPlan
+from llm.backend.decoder import DecoderWeights
+from llm.backend.kv_pool import quantise_heads
 from llm.backend.native import NativeBackend
 from llm.backend.native_build import why_unavailable
+from llm.backend.quantise import dequantise_int4, dequantise_int8, quantise_int4, quantise_int8
 from llm.backend.torch_backend import TorchBackend
-from llm.config import read_decoder_config
-from llm.decoder import DecoderWeights
+from llm.checkpoint.decoder_weights import load_backend, load_weights
+from llm.decoder_config import read_decoder_config
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
-from llm.kv_pool import quantise_heads
-from llm.load import load_backend, load_weights
-from llm.quantise import dequantise_int4, dequantise_int8, quantise_int4, quantise_int8
 from llm.request import Prompt
 
 needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))

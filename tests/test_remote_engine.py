@@ -17,18 +17,18 @@ from PIL import Image
 from waiting import until
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
-from vlm.api.metrics import Metrics
+from vlm.api.observe.metrics import Metrics
 from vlm.build import build_local_pipeline
 from vlm.config import DEFAULT_MODEL
 from vlm.spec import ModelSpec
-from workers.blobs import open_store
-from workers.cluster import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
-from workers.engine_client import EngineUnavailable
-from workers.ledger import LEASE_S, WorkLedger
-from workers.redis_client import connect
-from workers.registry import GRACE_S, Registry, Watch
-from workers.remote_engine import RemoteEngine
-from workers.runner import EngineRunner
+from workers.cluster.blobs import open_store
+from workers.cluster.ledger import LEASE_S, WorkLedger
+from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
+from workers.cluster.node.remote_engine import RemoteEngine
+from workers.cluster.redis_client import connect
+from workers.cluster.registry import GRACE_S, Registry, Watch
+from workers.contract.engine_client import EngineUnavailable
+from workers.local.engine_runner import EngineRunner
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

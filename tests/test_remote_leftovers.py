@@ -21,12 +21,12 @@ from llm.request import Delta, Prompt, Request
 from vlm.config import DEFAULT_MODEL
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
-from workers.celery_app import PASSING_S, PREPROCESS_QUEUE, TILES_TASK, make_app, passing_queue
-from workers.cluster import ENCODE_QUEUE, ENCODE_TASK, GENERATE_TASK, SENT_HEADER, generate_queue
-from workers.preprocess_celery import CeleryPreprocess
-from workers.queue_stats import QueueStats
-from workers.redis_client import connect
-from workers.remote_engine import RemoteEngine
+from workers.cluster.celery_app import PASSING_S, PREPROCESS_QUEUE, TILES_TASK, make_app, passing_queue
+from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, GENERATE_TASK, SENT_HEADER, generate_queue
+from workers.cluster.node.preprocess_celery import CeleryPreprocess
+from workers.cluster.node.remote_engine import RemoteEngine
+from workers.cluster.queue_stats import QueueStats
+from workers.cluster.redis_client import connect
 
 pytestmark = pytest.mark.redis
 

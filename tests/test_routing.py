@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.request import ImageSpan, Prompt, VisualKey
-from workers.routing import choose, ranked, routing_key
+from workers.cluster.node.replica_choice import choose, ranked, routing_key
 
 NAMES = st.lists(st.text("abcdef-0123456789", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = [f"image::{number:064x}" for number in range(400)]
@@ -101,7 +101,7 @@ def test_all_processes_choose_alike() -> None:
     names = ["a", "b", "c"]
     here = [choose(key, idle(names)) for key in KEYS[:50]]
     code = (
-        "from workers.routing import choose;"
+        "from workers.cluster.node.replica_choice import choose;"
         f"print([choose(key, dict.fromkeys({names!r}, 0.0)) for key in {KEYS[:50]!r}])"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

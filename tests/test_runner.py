@@ -13,7 +13,7 @@ from encoder.cache import VisualCache
 from llm.request import Priority, Prompt, Request, SamplingParams, VisualKey, WantVisual
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
-from workers.runner import EngineRunner
+from workers.local.engine_runner import EngineRunner
 
 
 class EndlessEngine:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.request import RequestError, SamplingParams
-from llm.sampler import SamplerState, check_params, log_softmax, token_logprob, uniform
+from llm.sampling.sampler import SamplerState, check_params, log_softmax, token_logprob, uniform
 
 VOCAB = 24
 # Few distinct values, so that ties are common.

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_constrain import EOS_ID, VOCAB_SIZE, VOCABULARY, constrained, harness_of
 
-from llm.constrain import Grammars
+from llm.constraints.constrain import Grammars
 from llm.cost import Machine, speculation_pays
-from llm.draft import Draft, NGramDraft
 from llm.engine_config import EngineConfig
 from llm.request import Request, SamplingParams
-from llm.sampler import SamplerState
-from llm.speculate import Speculation
-from vlm.bench.load import Driver, document, image_request
+from llm.sampling.draft import Draft, NGramDraft
+from llm.sampling.sampler import SamplerState
+from llm.scheduling.speculate import Speculation
+from vlm.bench.harness.engine_load import Driver, document, image_request
 from vlm.build import build_runner
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec

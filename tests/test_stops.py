@@ -6,8 +6,8 @@ from fake_backend import ByteTokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm.outputs import TextStream
-from llm.stops import StopChecker
+from llm.text.outputs import TextStream
+from llm.text.stops import StopChecker
 
 TEXT = st.text(alphabet="abcé", max_size=30)
 STOPS = st.lists(st.text(alphabet="abcé", min_size=1, max_size=5), max_size=4).map(tuple)

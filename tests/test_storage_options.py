@@ -11,7 +11,7 @@ import pytest
 
 from vlm.build import build_served_pipeline, check_storage
 from vlm.cli.errors import BAD_INPUT, run
-from vlm.cli.serve import merged
+from vlm.cli.serve_command import merged
 from vlm.config import ConfigError, EngineOptions, ServeConfig, from_mapping
 from vlm.spec import ModelSpec
 

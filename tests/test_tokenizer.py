@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from llm.chat_template import ChatTemplate
-from llm.config import ConfigError
+from llm.decoder_config import ConfigError
 from llm.request import RequestError
-from llm.tokenizer import IncrementalDecoder, Tokenizer
+from llm.text.chat_template import ChatTemplate
+from llm.text.tokenizer import IncrementalDecoder, Tokenizer
 
 OURS = Tokenizer.from_directory(DEFAULT_MODEL)
 THEIRS = AutoTokenizer.from_pretrained(DEFAULT_MODEL)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from decoders import random_decoder, relative_error, run_chunks
 
-from llm import decoder
+from llm.backend import decoder
 from llm.backend.base import StepItem, StepPlan
-from llm.load import load_backend
+from llm.checkpoint.decoder_weights import load_backend
 
 
 def ids_of(seed: int, count: int) -> list[int]:

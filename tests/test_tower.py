@@ -3,8 +3,8 @@ import pytest
 import timm
 import torch
 
-from encoder.config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
 from encoder.connector import build_connector
+from encoder.encoder_config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
 from encoder.openclip import open_clip_names, open_clip_tower
 from encoder.tower import Tower, gelu
 

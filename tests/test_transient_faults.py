@@ -6,11 +6,10 @@ import pytest
 
 from vlm.api.errors import from_code
 from vlm.caption.rows import RETRIED_CODES
-from workers.engine_client import ENGINE_DIED, SHUTTING_DOWN
-from workers.faults import OURS, TRANSIENT
-from workers.remote_visuals import encode_timed_out
-from workers.replica import TIMED_OUT
-from workers.stages import StageUnavailable, deadline_passed, overloaded, unreachable
+from workers.cluster.node.remote_visuals import encode_timed_out
+from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN
+from workers.contract.faults import OURS, TIMED_OUT, TRANSIENT
+from workers.contract.stages import StageUnavailable, deadline_passed, overloaded, unreachable
 
 
 @pytest.mark.parametrize("fault", [deadline_passed(), overloaded(), unreachable(), encode_timed_out()])

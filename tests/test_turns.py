@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from llm.request import Priority
-from workers.stages import Urgency
-from workers.turns import AGEING_S, Turns
+from workers.contract.stages import Urgency
+from workers.contract.turns import AGEING_S, Turns
 
 
 def test_s3_decoded_bytes_in_flight_stay_within_the_budget() -> None:

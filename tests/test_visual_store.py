@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.blobs import BlobStore, BlobStoreFull, open_store
-from workers.visual_store import VisualFormat, VisualStore, pack, unpack
+from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
+from workers.cluster.visual_store import VisualFormat, VisualStore, pack, unpack
 
 FORM = VisualFormat("revision-1", "float32", 8)
 KEY = "a" * 64

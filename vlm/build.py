@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from llm.config import read_decoder_config, read_json_object
 from llm.cost import DecoderShape, Machine, make_swap_rule, stored_precision
+from llm.decoder_config import read_decoder_config, read_json_object
 from llm.engine_config import EngineConfig, SwapRule
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
@@ -19,15 +19,15 @@ from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
-from vlm.rates import copy_bandwidth, gemm_rate
+from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
-from workers.engine_client import EngineClient
-from workers.engine_local import LocalEngine
-from workers.engine_process import EngineProcess
-from workers.preprocess_inline import InlinePreprocess
-from workers.runner import EngineRunner
-from workers.stages import PreprocessStage
-from workers.visual_store import VisualFormat
+from workers.cluster.visual_store import VisualFormat
+from workers.contract.engine_client import EngineClient
+from workers.contract.stages import PreprocessStage
+from workers.local.engine_process import EngineProcess
+from workers.local.engine_runner import EngineRunner
+from workers.local.engine_thread import LocalEngine
+from workers.local.preprocess_inline import InlinePreprocess
 
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
@@ -38,7 +38,7 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
     import torch
 
-    from encoder.load import load_encoder, load_open_clip
+    from encoder.encoder_weights import load_encoder, load_open_clip
 
     torch.set_num_threads(options.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
@@ -117,10 +117,10 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
 
     `scheduling` replaces the engine settings that `options` would give.
     """
-    from llm.constrain import Grammars
+    from llm.checkpoint.decoder_weights import load_backend
+    from llm.constraints.constrain import Grammars
     from llm.engine import Engine
-    from llm.load import load_backend
-    from llm.tokenizer import Tokenizer
+    from llm.text.tokenizer import Tokenizer
     from llm.visuals import VisualSource
 
     source = ModelSource.parse(options.model)
@@ -186,10 +186,10 @@ def image_limits(config: ServeConfig) -> ImageLimits:
 def build_preprocess(config: ServeConfig) -> PreprocessStage:
     """Celery workers where a broker is named, processes of our own otherwise."""
     if not config.broker:
-        from workers.preprocess_local import LocalPreprocess
+        from workers.local.preprocess_pool import LocalPreprocess
 
         return LocalPreprocess(config.decode_processes)
-    from workers.preprocess_celery import CeleryPreprocess
+    from workers.cluster.node.preprocess_celery import CeleryPreprocess
 
     return CeleryPreprocess(config.broker, config.store or config.broker)
 
@@ -200,7 +200,7 @@ def build_engine_client(config: ServeConfig, options: EngineOptions, spec: Model
         return EngineProcess(engine_command(options))
     if not config.broker:
         raise ConfigError("a remote engine needs a broker: --remote-engine --broker redis://HOST:PORT/0")
-    from workers.remote_engine import RemoteEngine
+    from workers.cluster.node.remote_engine import RemoteEngine
 
     return RemoteEngine(
         config.broker,

@@ -62,7 +62,7 @@ class ServeConfig:
     drain_s: float = 30.0
     variant: Literal["fast", "exact"] = "fast"
     model_name: str = ""  # id shown to clients; empty: the model directory's name
-    keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.auth; empty: no authentication
+    keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.guard.auth; empty: no authentication
     allow_public: bool = False  # listen on a public address though there are no keys
     requests_per_minute: int = 0  # per key; 0 is off; a key's own setting wins
     allow_urls: bool = False  # fetch http(s) images on clients' behalf

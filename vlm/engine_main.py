@@ -1,4 +1,5 @@
-"""The engine process: `python -m vlm.engine_main --options JSON --fd N`. See `workers.engine_process`."""
+"""The engine process: `python -m vlm.engine_main --options JSON --fd N`. See
+`workers.local.engine_process`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import socket
 
 from vlm.build import build_runner
 from vlm.config import EngineOptions, from_mapping
-from workers.engine_process import serve
+from workers.local.engine_process import serve
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
 from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
-from workers.engine_client import EngineClient, EngineUnavailable
-from workers.stages import PreprocessStage, Queued, StageUnavailable, Urgency
+from workers.contract.engine_client import EngineClient, EngineUnavailable
+from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from encoder.config import ConnectorConfig, EncoderConfig
+from encoder.encoder_config import ConnectorConfig, EncoderConfig
 from encoder.geometry import VisionGeometry
 from encoder.openclip import open_clip_tower
 from encoder.revision import encoder_revision, open_clip_revision
-from llm.config import ConfigError, DecoderConfig, read_json_object
 from llm.cost import DecoderShape, kv_bytes, kv_element_bytes
+from llm.decoder_config import ConfigError, DecoderConfig, read_json_object
 from llm.request import VisualKey
 from llm.storage import KvStorage
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
 from preprocess.types import Detail, TileGrid, Variant

@@ -1,0 +1,4 @@
+"""The stages of the pipeline in processes and on machines.
+
+Rooms: `contract` (interfaces and messages), `local` (one machine), `cluster` (Celery and Redis).
+"""

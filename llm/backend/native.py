@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llm.backend.base import StepPlan
+from llm.backend.decoder import DecoderWeights, rope_table
 from llm.backend.native_build import load_library
 from llm.backend.native_layout import (
     KINDS,
@@ -27,9 +28,8 @@ from llm.backend.native_layout import (
     lossless_storage,
 )
 from llm.backend.ragged import Limits, Ragged, flatten
-from llm.config import DecoderConfig
 from llm.cost.storage import padded
-from llm.decoder import DecoderWeights, rope_table
+from llm.decoder_config import DecoderConfig
 from llm.storage import KvStorage, WeightOption
 
 PAGE = 16  # positions; a block is one page or several
@@ -46,9 +46,9 @@ class NativeBackend:
     """Float32 arithmetic; `weight_storage` and `kv_storage` name what weights and KV are kept as.
 
     Weight storage `auto` keeps bfloat16 wherever that loses nothing (a bfloat16 checkpoint) and float32
-    elsewhere, so results don't depend on it; int8 and int4 weights and int8 KV are rounded as llm.quantise
-    says, the head of an int4 model to int8. One thread; `execute` releases the GIL for the whole step, and
-    it and the swaps must be called from one thread at a time.
+    elsewhere, so results don't depend on it; int8 and int4 weights and int8 KV are rounded as
+    llm.backend.quantise says, the head of an int4 model to int8. One thread; `execute` releases the
+    GIL for the whole step, and it and the swaps must be called from one thread at a time.
 
     Raises NativeUnavailable where the machine lacks AVX2 or a compiler, ValueError for a block size that is
     no multiple of 16.

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from llm.backend.base import StepPlan
+from llm.backend.decoder import Batch, Decoder, DecoderWeights, SequenceSpan
+from llm.backend.kv_pool import KvPool, SwappedBlocks
 from llm.backend.ragged import Limits, Ragged, flatten
-from llm.config import DecoderConfig
-from llm.decoder import Batch, Decoder, DecoderWeights, SequenceSpan
-from llm.kv_pool import KvPool, SwappedBlocks
+from llm.decoder_config import DecoderConfig
 
 
 class TorchBackend:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm.config import DecoderConfig
 from llm.cost.machine import Precision
 from llm.cost.shape import DecoderShape
 from llm.cost.work import weights_read
+from llm.decoder_config import DecoderConfig
 from llm.storage import INT4_GROUP, KvStorage, WeightOption, head_storage
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}

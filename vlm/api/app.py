@@ -14,20 +14,25 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
-from vlm.api import batches, chat, costs, file_routes, health, images, playground
-from vlm.api.admission import Admission
-from vlm.api.auth import KeyRing, read_keys
-from vlm.api.batches import batches_running
+from vlm.api import costs, playground
+from vlm.api.batches import batch_routes as batches
+from vlm.api.batches.batch_routes import batches_running
+from vlm.api.chat import chat_routes as chat
 from vlm.api.errors import install_handlers
-from vlm.api.fetch import Fetcher
-from vlm.api.files import FileStore, default_data_dir
-from vlm.api.image_store import open_images
-from vlm.api.metrics import Metrics
-from vlm.api.middleware import ServiceMiddleware
+from vlm.api.guard.admission import Admission
+from vlm.api.guard.auth import KeyRing, read_keys
+from vlm.api.guard.middleware import ServiceMiddleware
+from vlm.api.guard.routes import ServiceRoute
+from vlm.api.observe import health
+from vlm.api.observe.metrics import Metrics
+from vlm.api.observe.tracing import make_traces
 from vlm.api.responses import errors
-from vlm.api.routing import ServiceRoute
 from vlm.api.service import Service
-from vlm.api.tracing import make_traces
+from vlm.api.storage import file_routes
+from vlm.api.storage import image_routes as images
+from vlm.api.storage.fetch import Fetcher
+from vlm.api.storage.files import FileStore, default_data_dir
+from vlm.api.storage.image_store import open_images
 from vlm.config import MEBIBYTE, ServeConfig
 from vlm.pipeline import Pipeline
 

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from llm.request import RequestError
 from preprocess.types import ImageError
-from workers.engine_client import EngineUnavailable
-from workers.faults import OURS, TRANSIENT
+from workers.contract.engine_client import EngineUnavailable
+from workers.contract.faults import OURS, TRANSIENT
 
 MAX_RETRY_AFTER_S = 120  # the official client gives up on longer waits
 

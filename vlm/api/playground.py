@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 
 from vlm.api.errors import ApiError
-from vlm.api.routing import OPEN, ServiceRoute
+from vlm.api.guard.routes import OPEN, ServiceRoute
 
 router = APIRouter(route_class=ServiceRoute, include_in_schema=False)
 

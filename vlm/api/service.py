@@ -10,14 +10,14 @@ from typing import cast
 
 from fastapi import Request
 
-from vlm.api.admission import Admission
-from vlm.api.auth import Caller, KeyRing, RateLimiter
-from vlm.api.fetch import Fetcher
-from vlm.api.files import FileStore
-from vlm.api.image_store import Images
-from vlm.api.metrics import Metrics
-from vlm.api.rates import StageRates
-from vlm.api.tracing import NoTraces, Traces
+from vlm.api.guard.admission import Admission
+from vlm.api.guard.auth import Caller, KeyRing, RateLimiter
+from vlm.api.observe.metrics import Metrics
+from vlm.api.observe.stage_rates import StageRates
+from vlm.api.observe.tracing import NoTraces, Traces
+from vlm.api.storage.fetch import Fetcher
+from vlm.api.storage.files import FileStore
+from vlm.api.storage.image_store import Images
 from vlm.config import ServeConfig
 from vlm.pipeline import Pipeline
 

@@ -1,4 +1,4 @@
-"""Benchmarks: `vlm bench NAME`, each a module of that name with a function `run`."""
+"""Benchmarks: `vlm bench NAME`, each in the module `NAME_bench`, with a function `run`."""
 
 BENCHMARKS = {
     "engine": "slots in use, stalls, first tokens, batching, speculation; beside transformers",

@@ -48,9 +48,9 @@ def bench_command(
                 f"{name} has no part {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
             )
         chosen["parts"] = part
-    from vlm.bench.report import table
+    from vlm.bench.harness.results import table
 
-    module = importlib.import_module(f"vlm.bench.{name}")
+    module = importlib.import_module(f"vlm.bench.{name}_bench")
     document = module.run(quick=quick, **chosen)
     print(json.dumps(document) if as_json else table(document))
 

@@ -20,7 +20,7 @@ from vlm.caption.rows import (
     work_of,
 )
 from vlm.pipeline import ChatMessage, Pipeline
-from workers.engine_client import EngineUnavailable
+from workers.contract.engine_client import EngineUnavailable
 
 MAX_ATTEMPTS = 3
 

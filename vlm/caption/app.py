@@ -18,21 +18,21 @@ from llm.storage import KvOption, WeightOption
 from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer, EngineGone
+from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
 from vlm.caption.formats import Format, choose_format, journal_path, write_view
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal, OutputBusy
 from vlm.caption.presets import Question
+from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rasterise import PageRenderer
-from vlm.caption.report import counted, progress, summary, summary_lines
 from vlm.caption.rows import RowContext
-from vlm.caption.runner import CaptionRun, RunOptions
 from vlm.caption.stats import RunStats
 from vlm.cli.errors import FAILURE, PARTIAL, CommandError
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
-from workers.engine_client import EngineUnavailable
+from workers.contract.engine_client import EngineUnavailable
 
 INTERRUPTED = 130
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any

@@ -65,8 +65,8 @@ def caption_command(
     """
     from vlm.build import build_served_pipeline
     from vlm.caption.app import CaptionJob, engine_options, run_job
+    from vlm.caption.caption_runner import RunOptions
     from vlm.caption.presets import make_question, read_schema
-    from vlm.caption.runner import RunOptions
 
     question = make_question(
         preset=preset,

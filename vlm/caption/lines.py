@@ -98,8 +98,8 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
     from fastapi import HTTPException
     from pydantic import ValidationError
 
+    from vlm.api.chat.params import check_supported, sampling_params
     from vlm.api.errors import ApiError
-    from vlm.api.params import check_supported, sampling_params
     from vlm.api.schemas import ChatRequest
     from vlm.config import ServeConfig
 
@@ -130,7 +130,7 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
 
 
 def _parts(content: Any, where: str) -> tuple[str | ImageInput, ...]:
-    from vlm.api.media import Inline, decode_base64, parse_url
+    from vlm.api.chat.media import Inline, decode_base64, parse_url
     from vlm.api.schemas import ImageUrl
 
     if content is None or isinstance(content, str):

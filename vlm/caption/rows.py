@@ -9,7 +9,7 @@ from typing import Any
 
 from llm.request import Timings, Usage
 from vlm.caption.presets import length_prefixed_digest
-from workers.faults import TRANSIENT
+from workers.contract.faults import TRANSIENT
 
 Row = dict[str, Any]
 

@@ -144,7 +144,7 @@ def doctor(
 
     Example: vlm doctor
     """
-    from vlm.cli.doctor import show_doctor
+    from vlm.cli.doctor_command import show_doctor
 
     show_doctor(quick=quick, as_json=as_json)
 
@@ -174,7 +174,7 @@ def serve(
 
     Example: vlm serve --port 8000
     """
-    from vlm.cli.serve import serve_command
+    from vlm.cli.serve_command import serve_command
 
     serve_command(
         options={

@@ -42,7 +42,7 @@ def worker_preprocess(
 
     Example: vlm worker preprocess --broker redis://127.0.0.1:6379/0 --concurrency 4
     """
-    from workers.preprocess_worker import run as run_worker
+    from workers.cluster.worker.preprocess_worker import run as run_worker
 
     run_worker(broker, store or broker, concurrency)
 
@@ -62,7 +62,7 @@ def worker_encode(
     Example: vlm worker encode --broker redis://127.0.0.1:6379/0
     """
     from vlm.build import build_tile_batcher, visual_format
-    from workers.encode_worker import run as run_worker
+    from workers.cluster.worker.encode_worker import run as run_worker
 
     options = engine_options(model, threads=threads, device=device, dtype=dtype)
     run_worker(
@@ -90,7 +90,7 @@ def worker_generate(
     Example: vlm worker generate --broker redis://127.0.0.1:6379/0 --threads 8
     """
     from vlm.build import build_runner
-    from workers.generate_worker import run as run_worker
+    from workers.cluster.worker.generate_worker import run as run_worker
 
     options = engine_options(
         model,

@@ -10,10 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from encoder.config import EncoderConfig
+from encoder.encoder_config import EncoderConfig
 from encoder.geometry import TowerShape, VisionGeometry
-from llm.config import ConfigError, DecoderConfig
 from llm.cost import CostError, DecoderShape, Machine
+from llm.decoder_config import ConfigError, DecoderConfig
 from llm.storage import WeightStorage
 from preprocess.tiling import Idefics3Tiling, tiling_from_json
 from preprocess.types import TilingRule
@@ -126,7 +126,7 @@ def _decoder_config(config: dict[str, Any]) -> DecoderConfig | None:
 
 @cache
 def _this_machine() -> Machine:
-    from vlm.doctor import measure_machine  # imports torch
+    from vlm.plan.machine.calibration import measure_machine  # imports torch
 
     return measure_machine(quick=True)
 

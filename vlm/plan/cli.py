@@ -9,11 +9,11 @@ import typer
 from llm.cost import CostError, Parallel, prefill_work
 from vlm.cli.groups import Group
 from vlm.cli.options import Json
-from vlm.plan import batch as batching
-from vlm.plan import kv as caches
-from vlm.plan import serve as serving
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.cli_load import fleet, image, schedule
+from vlm.plan.labs import batch_lab as batching
+from vlm.plan.labs import kv_lab as caches
+from vlm.plan.labs import serve_lab as serving
 from vlm.plan.options import (
     Cache,
     Compute,

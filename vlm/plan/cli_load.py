@@ -15,9 +15,8 @@ from preprocess.probe import probe
 from preprocess.types import Detail
 from vlm.cli.images import naming, read_image
 from vlm.cli.options import Json
-from vlm.plan import fleet as fleets
-from vlm.plan import image as images
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
+from vlm.plan.labs import image_lab as images
 from vlm.plan.options import (
     Cache,
     Device,
@@ -32,10 +31,11 @@ from vlm.plan.options import (
     show,
     stored,
 )
-from vlm.plan.report import ScheduleReport, render_reports, report
-from vlm.plan.routing import FleetLoad
-from vlm.plan.schedule import POLICIES, Policy, Rules, simulate
-from vlm.plan.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
+from vlm.plan.simulation import fleet as fleets
+from vlm.plan.simulation.outcome import ScheduleReport, render_reports, report
+from vlm.plan.simulation.prefix_routing import FleetLoad
+from vlm.plan.simulation.schedule import POLICIES, Policy, Rules, simulate
+from vlm.plan.simulation.workload import ARTICLE_REQUESTS, Arrival, Lengths, poisson_arrivals, read_arrivals
 from vlm.spec import BLOCK_SIZE, ModelSpec
 
 VisionModel = Annotated[

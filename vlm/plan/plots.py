@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from llm.cost import CostError, Machine
-from vlm.plan.batch import BatchPlan
-from vlm.plan.fleet import FleetPlan
-from vlm.plan.image import ImagePlan
-from vlm.plan.kv import KvPlan
-from vlm.plan.schedule import Simulation
-from vlm.plan.serve import ServePlan
+from vlm.plan.labs.batch_lab import BatchPlan
+from vlm.plan.labs.image_lab import ImagePlan
+from vlm.plan.labs.kv_lab import KvPlan
+from vlm.plan.labs.serve_lab import ServePlan
+from vlm.plan.simulation.fleet import FleetPlan
+from vlm.plan.simulation.schedule import Simulation
 
 CONTEXTS = [1 << power for power in range(9, 18)]
 _COLORS = {"prefill": "#3b6fb5", "decode": "#5aa469", "idle": "#d9b3b3"}

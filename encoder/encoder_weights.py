@@ -1,0 +1,173 @@
+"""Builds an Encoder from a Hugging Face checkpoint or an open_clip tower. Only safetensors are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from encoder.checkpoint import CheckpointError, TensorEntry, check_names, read_header, read_index
+from encoder.connector import build_connector
+from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig, TowerConfig
+from encoder.model import Encoder
+from encoder.openclip import open_clip_tower
+from encoder.revision import is_visual, open_clip_revision, open_clip_trunk, revision_of
+from encoder.tower import Tower
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+OPEN_CLIP_TRUNK = "visual.trunk."
+
+HF_TOWER = "model.vision_model."
+HF_POSITIONS = HF_TOWER + "embeddings.position_embedding.weight"
+HF_CONNECTOR = "model.connector.modality_projection.proj.weight"
+
+Sources = dict[str, tuple[str, ...]]  # our parameter: the checkpoint's tensors that make it, joined by rows
+
+
+def load_encoder(
+    directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Encoder:
+    """Tower and connector of a SmolVLM or Idefics3 directory.
+
+    Raises EncoderConfigError or CheckpointError: a name that is missing, unexpected or of another shape.
+    """
+    config = EncoderConfig.from_directory(directory)
+    entries = {name: entry for name, entry in read_index(directory).items() if is_visual(name)}
+    tower, connector = _meta_modules(config)
+    tower_sources = hf_tower_sources(config.tower)
+    connector_sources: Sources = {"proj.weight": (HF_CONNECTOR,)}
+    expected = _expected(tower, tower_sources) | _expected(connector, connector_sources)
+    expected[HF_POSITIONS] = (config.tower.num_patches, config.tower.width)
+    check_names(expected, entries)
+    weights = _read(entries, tower_sources, dtype)
+    weights["pos_embed"] = weights["pos_embed"][bucketed_positions(config.geometry.grid_side)][None]
+    tower.load_state_dict(weights, assign=True)
+    connector.load_state_dict(_read(entries, connector_sources, dtype), assign=True)
+    return Encoder(config, tower.to(device), connector.to(device), revision_of(config, entries))
+
+
+def load_open_clip(
+    name: str,
+    *,
+    d_model: int,
+    connector: ConnectorKind = "average_pool",
+    reduction: int = 2,
+    intermediate: int = 0,
+    seed: int = 0,
+    pretrained: Path | None = None,
+    connector_weights: Path | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Encoder:
+    """An open_clip SigLIP tower with a connector into a decoder `d_model` wide.
+
+    `pretrained` is open_clip's own safetensors file (`visual.trunk.*`), `connector_weights` one with the
+    connector's parameters under their names here; what has no file gets weights drawn from `seed`.
+    Raises EncoderConfigError or CheckpointError.
+    """
+    config = EncoderConfig(
+        open_clip_tower(name), ConnectorConfig(connector, reduction, d_model, intermediate)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tower, joiner = _meta_modules(config)
+    trunk = open_clip_trunk(pretrained) if pretrained is not None else None
+    joined = read_header(connector_weights) if connector_weights is not None else None
+    _fill(tower, trunk, OPEN_CLIP_TRUNK, generator, dtype)
+    _fill(joiner, joined, "", generator, dtype)
+    revision = open_clip_revision(config, name, pretrained, connector_weights, seed)
+    return Encoder(config, tower.to(device), joiner.to(device), revision)
+
+
+def hf_tower_sources(config: TowerConfig) -> Sources:
+    """Where `transformers` keeps each of the tower's parameters; q, k and v are one matrix here."""
+    sources: Sources = {"pos_embed": (HF_POSITIONS,)}
+    for leaf in ("weight", "bias"):
+        sources[f"patch_embed.proj.{leaf}"] = (f"{HF_TOWER}embeddings.patch_embedding.{leaf}",)
+        sources[f"norm.{leaf}"] = (f"{HF_TOWER}post_layernorm.{leaf}",)
+        for index in range(config.num_layers):
+            ours, theirs = f"blocks.{index}", f"{HF_TOWER}encoder.layers.{index}"
+            sources[f"{ours}.norm1.{leaf}"] = (f"{theirs}.layer_norm1.{leaf}",)
+            sources[f"{ours}.norm2.{leaf}"] = (f"{theirs}.layer_norm2.{leaf}",)
+            sources[f"{ours}.attn.qkv.{leaf}"] = tuple(f"{theirs}.self_attn.{x}_proj.{leaf}" for x in "qkv")
+            sources[f"{ours}.attn.proj.{leaf}"] = (f"{theirs}.self_attn.out_proj.{leaf}",)
+            sources[f"{ours}.mlp.fc1.{leaf}"] = (f"{theirs}.mlp.fc1.{leaf}",)
+            sources[f"{ours}.mlp.fc2.{leaf}"] = (f"{theirs}.mlp.fc2.{leaf}",)
+    return sources
+
+
+def bucketed_positions(side: int) -> Tensor:
+    """Position index of each patch of a full tile, int64 [side * side].
+
+    Idefics3 looks a patch's position up as a fraction of the side among float32 boundaries. Rounding puts
+    some patches one row or column early (sides 19, 25, 29, ...; not 14, 16, 24, 27, 32), and `transformers`
+    is the reference.
+    """
+    boundaries = torch.arange(1 / side, 1.0, 1 / side)
+    fractions = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
+    buckets = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+    return (buckets[:, None] * side + buckets).flatten()
+
+
+def _meta_modules(config: EncoderConfig) -> tuple[nn.Module, nn.Module]:
+    with torch.device("meta"):
+        return Tower(config.tower), build_connector(config.connector, config.tower)
+
+
+def _expected(module: nn.Module, sources: Sources) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint's tensors that `sources` names."""
+    shapes = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    return {
+        source: (shapes[key][0] // len(names), *shapes[key][1:])
+        for key, names in sources.items()
+        for source in names
+    }
+
+
+def _read(entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Reads only the named tensors, file by file, each converted as it is read."""
+    wanted = {name for names in sources.values() for name in names}
+    for name in sorted(wanted):
+        if entries[name].dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
+    parts: dict[str, Tensor] = {}
+    for file in sorted({entries[name].file for name in wanted}):
+        with safe_open(file, framework="pt") as handle:
+            for name in sorted(wanted):
+                if entries[name].file == file:
+                    parts[name] = handle.get_tensor(name).to(dtype)
+    return {
+        key: torch.cat([parts.pop(name) for name in names]) if len(names) > 1 else parts.pop(names[0])
+        for key, names in sources.items()
+    }
+
+
+def _fill(
+    module: nn.Module,
+    entries: dict[str, TensorEntry] | None,
+    prefix: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> None:
+    """Weights from a file that holds exactly the module's parameters under `prefix`; without one, drawn."""
+    if entries is None:
+        module.load_state_dict(_draw(module, generator, dtype), assign=True)
+        return
+    sources: Sources = {key: (prefix + key,) for key in module.state_dict()}
+    check_names(_expected(module, sources), entries)
+    module.load_state_dict(_read(entries, sources, dtype), assign=True)
+
+
+def _draw(module: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Norms at one, biases at zero, everything else normal with its fan-in's scale."""
+    drawn = {}
+    for name, weight in sorted(module.state_dict().items()):
+        if weight.dim() > 1:
+            fan_in = weight[0].numel() if name != "pos_embed" else weight.shape[-1]
+            values = torch.randn(weight.shape, generator=generator) * fan_in**-0.5
+        else:
+            values = torch.full(weight.shape, float(name.endswith("weight")))
+        drawn[name] = values.to(dtype)
+    return drawn

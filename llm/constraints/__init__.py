@@ -1,0 +1,4 @@
+"""Constrained decoding: grammars, regular expressions, choices and JSON schemas as token masks.
+
+Front door: `llm.constraints.constrain`.
+"""

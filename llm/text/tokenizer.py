@@ -1,0 +1,215 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json.
+
+Reference: transformers' fast tokenizer of the same directory, whose ids, decoded text and chat prompts
+it reproduces. Never adds BOS or EOS by itself: chat templates write theirs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from llm.decoder_config import ConfigError, read_json_object
+from llm.text.chat_template import ChatTemplate
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LONG_TEXT = 4096  # characters
+_SPACE = "\u2581"  # SentencePiece's visible space
+
+
+class Tokenizer:
+    """Immutable once made; safe to share between threads."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        template: ChatTemplate | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._parsing, self._literal = _from_json(tokenizer_json), _from_json(tokenizer_json)
+        # A mode of the whole object, hence two: in the second, "<image>" in a text is nine characters.
+        self._literal.encode_special_tokens = True
+        self._template = template
+        self.eos_ids = eos_ids
+        self._added = self._parsing.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self._kind = _byte_kind(self._parsing)
+        self._strips_first_space = _strips_first_space(self._parsing)
+        self._bytes = tuple(self._token_bytes(i) for i in range(self._parsing.get_vocab_size()))
+
+    @classmethod
+    def from_directory(cls, directory: Path | str) -> Tokenizer:
+        """Raises ConfigError when tokenizer.json is missing or not understood."""
+        directory = Path(directory)
+        try:
+            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise ConfigError("the checkpoint has no readable tokenizer.json") from None
+        settings_path = directory / "tokenizer_config.json"
+        settings = read_json_object(settings_path) if settings_path.is_file() else {}
+        source = _template_source(directory, settings)
+        template = None if source is None else ChatTemplate(source, _special_variables(settings))
+        return cls(text, template=template, eos_ids=read_eos_ids(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to vocab_size - 1; the model's logits may have more columns."""
+        return len(self._bytes)
+
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+        """With `allow_special` off, special tokens spelled out in the text stay plain characters."""
+        tokenizer = self._parsing if allow_special else self._literal
+        if len(text) > _LONG_TEXT:  # the batch call lets other threads run meanwhile, at a cost per call
+            return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self._parsing.decode(list(token_ids), skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int:
+        """Raises ConfigError for a token the vocabulary lacks."""
+        token_id = self._parsing.token_to_id(token)
+        if token_id is None:
+            raise ConfigError(f"the tokenizer has no token {token}")
+        return token_id
+
+    def special_tokens(self) -> Sequence[str]:
+        return tuple(token.content for token in self._added.values() if token.special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text; b"" for special tokens and ids beyond the vocabulary."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def vocabulary(self) -> tuple[bytes, ...]:
+        """`token_bytes` of every id, for constrained decoding."""
+        return self._bytes
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The chat as text, special tokens spelled out; see ChatTemplate.render. Raises ConfigError for
+        a checkpoint without a chat template."""
+        if self._template is None:
+            raise ConfigError("the checkpoint has no chat template")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def decoder(self) -> IncrementalDecoder:
+        return IncrementalDecoder(self)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._parsing.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return b""
+        if self._kind == "byte_level":
+            mapped = [_BYTE_OF.get(c) for c in token]
+            return token.encode() if None in mapped else bytes(b for b in mapped if b is not None)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_SPACE, " ").encode()
+
+
+class IncrementalDecoder:
+    """Token ids in, text out, never half a character. Concatenated, the texts equal `Tokenizer.decode`.
+
+    Bytes that can't become valid UTF-8 turn into U+FFFD, as in `bytes.decode(errors="replace")`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_next = tokenizer._strips_first_space
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain by now; special tokens add none."""
+        data = b"".join(self._tokenizer.token_bytes(i) for i in token_ids)
+        if self._strip_next and data:
+            self._strip_next = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What an unfinished character comes to at the end."""
+        return self._utf8.decode(b"", final=True)
+
+
+def read_eos_ids(directory: Path) -> frozenset[int]:
+    """From generation_config.json, else from config.json (or its text_config)."""
+    for name in ("generation_config.json", "config.json"):
+        if not (directory / name).is_file():
+            continue
+        values = read_json_object(directory / name)
+        nested = values.get("text_config")
+        found = values.get("eos_token_id")
+        if found is None and isinstance(nested, dict):
+            found = nested.get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) for i in ids):
+                raise ConfigError(f"eos_token_id in {name} is not a token id")
+            return frozenset(ids)
+    return frozenset()
+
+
+def _from_json(text: str) -> FastTokenizer:
+    try:
+        tokenizer = FastTokenizer.from_str(text)
+    except Exception:  # tokenizers raises bare Exception
+        raise ConfigError("the checkpoint's tokenizer.json is not understood") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _byte_kind(tokenizer: FastTokenizer) -> str:
+    """How tokens spell bytes: GPT-2's byte level alphabet, or SentencePiece's <0xNN> fallback."""
+    described = repr(tokenizer.decoder)
+    if "ByteLevel" in described:
+        return "byte_level"
+    if "ByteFallback" in described or "Metaspace" in described:
+        return "sentencepiece"
+    raise ConfigError("the tokenizer's decoder is neither byte level nor SentencePiece")
+
+
+def _strips_first_space(tokenizer: FastTokenizer) -> bool:
+    described = repr(tokenizer.decoder)
+    return "ByteLevel" not in described and ("Strip(" in described or "Metaspace(" in described)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in own]
+    return {chr(b): b for b in own} | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else chat_template.json, else tokenizer_config.json, as transformers looks."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found: Any = settings.get("chat_template")
+    if (directory / "chat_template.json").is_file():
+        found = read_json_object(directory / "chat_template.json").get("chat_template", found)
+    if isinstance(found, list):
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ConfigError("the chat template is not a text")
+    return found
+
+
+def _special_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, which templates may name."""
+    variables = {}
+    extra = settings.get("extra_special_tokens")
+    named = {**(extra if isinstance(extra, dict) else {}), **settings}
+    for key, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str) and (key in _SPECIAL_NAMES or key.endswith("_token")):
+            variables[key] = content
+    return variables

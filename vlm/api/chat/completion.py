@@ -1,0 +1,153 @@
+"""Events -> the JSON that the official client reads: a completion, or the chunks of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llm.request import Delta, Timings, TokenLogprob, Usage
+from llm.text.tokenizer import Tokenizer
+from vlm.api.chat.generate import Generation
+from vlm.api.errors import ApiError, error_body
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "image_tokens": usage.image_tokens,
+            "text_tokens": usage.prompt_tokens - usage.image_tokens,
+            "audio_tokens": 0,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def timings_json(timings: Timings | None) -> dict[str, float] | None:
+    if timings is None:
+        return None
+    return {name: round(value, 3) for name, value in asdict(timings).items()}
+
+
+def _token_json(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    text = data.decode(errors="replace") if data else tokenizer.decode([token_id], skip_special=False)
+    # -9999 stands for minus infinity, which JSON lacks; the official API does the same
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data or text.encode())}
+
+
+def logprobs_json(tokenizer: Tokenizer, entries: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            **_token_json(tokenizer, entry.token_id, entry.logprob),
+            "top_logprobs": [_token_json(tokenizer, token, logprob) for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+@dataclass
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+
+def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any]:
+    service = generation.service
+    return {
+        "id": generation.id,
+        "object": kind,
+        "created": generation.created,
+        "model": service.model_name,
+        "system_fingerprint": service.fingerprint,
+        "service_tier": service_tier,
+    }
+
+
+async def completion(generation: Generation, service_tier: str = "default") -> dict[str, Any]:
+    """Reads a generation to its end. Raises ApiError."""
+    tokenizer = generation.service.pipeline.spec.tokenizer
+    wants_logprobs = generation.prepared.request.params.logprobs is not None
+    choices = [_Choice() for _ in range(generation.num_choices)]
+    async with contextlib.aclosing(generation.events()) as events:
+        async for event in events:
+            choice = choices[event.choice]
+            if isinstance(event, Delta):
+                choice.texts.append(event.text)
+                choice.logprobs += logprobs_json(tokenizer, event.logprobs)
+            else:
+                choice.finish_reason = event.reason
+    assert generation.usage is not None  # `events` ends with it or raises
+    return {
+        **_head(generation, "chat.completion", service_tier),
+        "choices": [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                "finish_reason": choice.finish_reason,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if wants_logprobs else None,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage_json(generation.usage),
+        "timings": timings_json(generation.timings),
+    }
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse_error(error: ApiError) -> bytes:
+    return sse(error_body(error.status_code, error.code, error.message, error.param))
+
+
+async def chunks(
+    generation: Generation, *, include_usage: bool, service_tier: str = "default"
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events: roles, contents, finishes, usage if asked for, [DONE]. Raises ApiError."""
+    head = _head(generation, "chat.completion.chunk", service_tier)
+    if include_usage:
+        head["usage"] = None
+    tokenizer = generation.service.pipeline.spec.tokenizer
+    wants_logprobs = generation.prepared.request.params.logprobs is not None
+
+    def chunk(index: int, delta: dict[str, Any], beside: dict[str, Any] | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return sse({**head, "choices": [choice], **(beside or {})})
+
+    begun = False
+    async with contextlib.aclosing(generation.events()) as events:
+        async for event in events:
+            if not begun:
+                begun = True
+                for index in range(generation.num_choices):
+                    yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            if isinstance(event, Delta):
+                if event.text or event.logprobs:
+                    logprobs = {"content": logprobs_json(tokenizer, event.logprobs), "refusal": None}
+                    yield chunk(
+                        event.choice, {"content": event.text}, logprobs=logprobs if wants_logprobs else None
+                    )
+            else:
+                # the last choice's finish chunk tells the timings too
+                timings = {"timings": timings_json(event.timings)} if event.timings else {}
+                yield chunk(event.choice, {}, timings, finish_reason=event.reason)
+    if include_usage and generation.usage is not None:
+        yield sse({**head, "choices": [], "usage": usage_json(generation.usage)})
+    yield DONE

@@ -1,0 +1,128 @@
+"""One chat request from admission to its last event, whoever reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
+from preprocess.limits import BYTES_PER_PIXEL
+from vlm.api.chat.convert import image_params, prepare
+from vlm.api.chat.params import check_model, check_supported, priority, sampling_params
+from vlm.api.errors import ApiError, from_code, from_exception
+from vlm.api.guard.admission import Ticket
+from vlm.api.guard.auth import Caller
+from vlm.api.schemas import ChatRequest
+from vlm.api.service import Service
+from vlm.pipeline import ImageFailed, PreparedRequest
+
+
+@dataclass(eq=False)
+class Generation:
+    service: Service
+    prepared: PreparedRequest
+    ticket: Ticket
+    deadline_s: float  # from the request's arrival
+    headers: Mapping[str, str] = field(default_factory=dict)
+    image_params: tuple[str, ...] = ()  # where the images stand in the request, in their order
+    created: int = field(default_factory=lambda: int(time.time()))
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    @property
+    def id(self) -> str:
+        return self.prepared.request.id
+
+    @property
+    def num_choices(self) -> int:
+        return self.prepared.request.params.n
+
+    async def events(self) -> AsyncGenerator[Delta | Finished, None]:
+        """Raises ApiError when the request fails or its deadline passes. Closing it cancels the request."""
+        arrived = self.prepared.started
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.deadline_s - (time.monotonic() - arrived)
+        last_token: dict[int, float] = {}
+        metrics = self.service.metrics
+        try:
+            async with contextlib.aclosing(self.service.pipeline.run(self.prepared)) as events:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(end):
+                            event = await anext(events)
+                    except StopAsyncIteration:
+                        break
+                    now = time.monotonic()
+                    match event:
+                        case Delta(choice=choice):
+                            self.ticket.begun()
+                            if choice in last_token and self.prepared.request.priority == "interactive":
+                                metrics.itl.observe(now - last_token[choice])
+                            elif not last_token:
+                                metrics.ttft.observe(now - arrived)
+                            last_token[choice] = now
+                            yield event
+                        case Finished():
+                            self._finished(event, now - arrived)
+                            yield event
+                        case ImageFailed(code=code, message=message, image=image):
+                            raise from_code(code, message, self.image_params[image])
+                        case Failed(code=code, message=message, param=param):
+                            raise from_code(code, message, param)
+                        case WantVisual():
+                            pass
+            if self.usage is None:
+                raise ApiError(503, "engine_died", "The engine stopped while it worked on this request.")
+        except TimeoutError:
+            raise ApiError(
+                503, "deadline_exceeded", "The request was not answered before its deadline."
+            ) from None
+        except ApiError:
+            raise
+        except Exception as error:
+            raise from_exception(error) from None
+        finally:
+            self.close()
+
+    def _finished(self, event: Finished, elapsed_s: float) -> None:
+        self.service.metrics.success.labels(event.reason).inc()
+        if event.usage is None:
+            return
+        self.usage, self.timings = event.usage, event.timings
+        self.service.metrics.answered(event.usage, event.timings)
+        self.service.metrics.e2e.observe(elapsed_s)
+        self.service.traces.request(self.id, self.headers, event.usage, event.timings)
+        if event.timings:
+            self.service.rates.learn(self.prepared, event.usage, event.timings)
+
+    def close(self) -> None:
+        """Gives the place back. May be called more than once."""
+        self.ticket.close(completed=self.usage is not None)
+
+
+async def admit(
+    service: Service, caller: Caller, body: ChatRequest, headers: Mapping[str, str] | None = None
+) -> Generation:
+    """Everything that can be refused before work begins. Raises ApiError."""
+    check_model(body.model, service.model_name)
+    check_supported(body)
+    params = sampling_params(body, service.config)
+    ready = service.pipeline.engine.ready
+    service.admission.check_open(ready)
+    prepared = await prepare(
+        service, caller, f"chatcmpl-{uuid.uuid4().hex}", body.messages, params, priority(body)
+    )
+    deadline_s = min(body.deadline_s or service.config.request_deadline_s, service.config.request_deadline_s)
+    unique = {image.key: image for image in prepared.images}.values()
+    decoded_bytes = sum(
+        BYTES_PER_PIXEL * image.info.width * image.info.height + image.info.num_bytes for image in unique
+    )
+    ticket = service.admission.admit(
+        decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
+    )
+    places = image_params(body.messages)
+    return Generation(service, prepared, ticket, deadline_s, headers or {}, places)

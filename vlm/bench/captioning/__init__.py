@@ -1,0 +1,4 @@
+"""Parts of `vlm bench caption`.
+
+Front door: `vlm.bench.caption_bench`.
+"""

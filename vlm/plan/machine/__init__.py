@@ -1,0 +1,4 @@
+"""Measurements of this machine: rates, overheads, probes on small random networks.
+
+Front door: `vlm.plan.machine.calibration`.
+"""

@@ -1,0 +1,72 @@
+"""Kombu's Redis transport, whose lost channels say so in a way that Celery's workers survive.
+
+Messages that it gives back to a replica's queue end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import redis
+from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+from redis.exceptions import OutOfMemoryError
+
+from workers.cluster.celery_app import PASSING_S
+from workers.cluster.names import GENERATE_PREFIX
+
+log = logging.getLogger(__name__)
+
+
+class LastingQoS(kombu_redis.QoS):
+    """Knows what was delivered and acknowledged though Redis, at its memory limit, takes no note of it.
+
+    A worker would exit over it. What is not noted may come again, or be lost with the worker; whoever waits
+    for the work sends it again, and doing it twice does no harm.
+    """
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        try:
+            super().append(message, delivery_tag)
+        except OutOfMemoryError:
+            log.warning("Redis is at its memory limit: a delivery was not noted")
+            virtual.QoS.append(self, message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        try:
+            super().ack(delivery_tag)
+        except OutOfMemoryError:
+            log.warning("Redis is at its memory limit: an acknowledgement was not noted")
+            virtual.QoS.ack(self, delivery_tag)
+
+
+class LastingChannel(kombu_redis.Channel):
+    """Fails with a connection error once its connection was given up.
+
+    Kombu 5.7 raises AttributeError then. A worker meets it whenever Redis goes away while messages are
+    unacknowledged, as it wants to give them back, and again as their tasks end and acknowledge them; it takes
+    any other error than a connection's for unrecoverable and exits.
+    """
+
+    QoS = LastingQoS
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        if self.connection is None or self.connection.client is None:
+            raise redis.ConnectionError("the channel's connection was lost")
+        parameters: dict[str, Any] = super()._connparams(asynchronous=asynchronous)
+        return parameters
+
+    def _do_restore_message(
+        self, payload: Any, exchange: str, routing_key: str, pipe: Any, leftmost: bool = False
+    ) -> None:
+        """What a dead replica did not acknowledge goes back into its queue, which nobody reads."""
+        super()._do_restore_message(payload, exchange, routing_key, pipe, leftmost)
+        for queue in self._lookup(exchange, routing_key):
+            if queue.startswith(GENERATE_PREFIX):
+                for priority in self.priority_steps:
+                    pipe.expire(self._q_for_pri(queue, priority), round(PASSING_S))
+
+
+class LastingTransport(kombu_redis.Transport):
+    Channel = LastingChannel

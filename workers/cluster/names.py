@@ -1,0 +1,136 @@
+"""Names and messages that nodes, replicas and encode workers share.
+
+In Redis: registries `vlm:{node,replica,encoder}:*`, a stream of events per node, an inbox (a list) per
+replica, and per attempt a mark that it was started and one that it is cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+if TYPE_CHECKING:
+    import redis
+
+GENERATE_TASK = "generate.run"
+ENCODE_TASK = "encode.image"
+ENCODE_QUEUE = "encode"
+GENERATE_PREFIX = "generate."  # of replicas' queues
+SENT_HEADER = "vlm-sent-at"  # time.time() of whoever sent a message
+NODE, REPLICA, ENCODER = "node", "replica", "encoder"
+TILES_TTL_S = 120.0
+_INBOX_TTL_S = 120
+_MARK_MARGIN_S = 60.0
+
+
+def generate_queue(replica: str) -> str:
+    return GENERATE_PREFIX + replica
+
+
+def encoder_tiles_blob(key: str) -> str:
+    """Tiles on their way to whoever encodes them."""
+    return f"encoder-tiles:{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class TilesJob:
+    """What the message says; every field is a JSON value. Image and tiles travel through the blob store."""
+
+    key: str  # `tiles_key` of the result
+    digest: str  # sha256 of the file
+    spec: dict[str, Any]
+    limits: dict[str, Any]
+    page: int
+    cpu_s: int
+
+    @property
+    def image_blob(self) -> str:
+        return image_blob(self.digest)
+
+    @property
+    def tiles_blob(self) -> str:
+        return tiles_blob(self.key)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def image_blob(digest: str) -> str:
+    return f"image:{digest}"
+
+
+def tiles_blob(key: str) -> str:
+    return f"tiles:{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """One attempt at one call; every field is a JSON value."""
+
+    call: str  # unique per attempt; the request's id inside the replica
+    node: str
+    request: dict[str, Any]
+    deadline_s: float  # from being sent
+    sent_at: float  # time.time() of the node
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    key: str
+    revision: str  # of the encoder meant
+    dtype: str
+    tiles_blob: str
+    deadline_s: float
+    sent_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InboxMessage:
+    """What a node tells a replica. `visual`: level 2 has the key; `tiles`: encode it yourself from the blob;
+    `fail`: it can't be had; `cancel`: nobody reads `key`'s call any more; `clear`: forget caches."""
+
+    op: Literal["visual", "tiles", "fail", "cancel", "clear"]
+    key: str = ""
+    blob: str = ""
+    code: str = ""
+    message: str = ""
+
+
+class Mailbox:
+    """Inboxes and marks. Every method may raise `redis.RedisError`."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def post(self, replica: str, message: InboxMessage) -> None:
+        with self._client.pipeline() as pipeline:
+            pipeline.rpush(self._inbox(replica), json.dumps(asdict(message)))
+            pipeline.expire(self._inbox(replica), _INBOX_TTL_S)
+            pipeline.execute()
+
+    def receive(self, replica: str, timeout_s: float = 1.0) -> InboxMessage | None:
+        found = cast("list[bytes] | None", self._client.blpop([self._inbox(replica)], timeout_s))
+        return InboxMessage(**json.loads(found[1])) if found else None
+
+    def mark_started(self, call: str, replica: str, deadline_s: float) -> bool:
+        """False if the attempt was started before: its message came twice."""
+        ttl_ms = round((deadline_s + _MARK_MARGIN_S) * 1000)
+        return bool(self._client.set(f"vlm:started:{call}", replica, nx=True, px=ttl_ms))
+
+    def cancel(self, replica: str, call: str, deadline_s: float) -> None:
+        ttl_ms = round((deadline_s + _MARK_MARGIN_S) * 1000)
+        self._client.set(f"vlm:cancelled:{call}", b"1", px=ttl_ms)
+        self.post(replica, InboxMessage("cancel", call))
+
+    def is_cancelled(self, call: str) -> bool:
+        return bool(self._client.exists(f"vlm:cancelled:{call}"))
+
+    def _inbox(self, replica: str) -> str:
+        return f"vlm:inbox:{replica}"
+
+
+def age_s(sent_at: float) -> float:
+    """On two machines' clocks, so never below zero."""
+    return max(0.0, time.time() - sent_at)

@@ -1,0 +1,233 @@
+"""A node's part in visual tokens: tiles into the blob store, one encode for all machines, word to waiters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+
+import redis
+import redis.asyncio
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from llm.request import VisualKey
+from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
+from workers.cluster.ledger import WorkLedger
+from workers.cluster.names import (
+    ENCODE_QUEUE,
+    ENCODE_TASK,
+    SENT_HEADER,
+    TILES_TTL_S,
+    EncodeJob,
+    InboxMessage,
+    Mailbox,
+    encoder_tiles_blob,
+)
+from workers.cluster.registry import About, Watch
+from workers.contract.faults import ENCODING_FAILED
+from workers.contract.stages import MAX_ATTEMPTS, StageUnavailable, overloaded
+
+log = logging.getLogger(__name__)
+
+AWAY = (redis.RedisError, BlobStoreUnavailable, OperationalError, OSError)
+SEND_RETRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+_POLL_S = 0.5  # how soon a lost announcement or a lost lease is noticed
+
+
+def encode_timed_out() -> StageUnavailable:
+    return StageUnavailable("encode_timeout", "The image was not encoded in time. Please try again.")
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    key: VisualKey
+    tiles: bytes
+    deadline: float  # time.monotonic()
+    waiter: str = field(default_factory=lambda: uuid.uuid4().hex)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    stored: float = 0.0  # when the tiles were last put
+
+
+class RemoteVisuals:
+    """Single flight over all machines: a ledger lease while somebody encodes, taken over when it runs out."""
+
+    def __init__(
+        self,
+        app: Celery,
+        store_url: str,
+        blobs: BlobStore,
+        level2: BlobStore,
+        ledger: WorkLedger,
+        mailbox: Mailbox,
+        replicas: Watch,
+        encoders: Watch,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self._app = app
+        self._store_url = store_url
+        self._blobs = blobs
+        self._level2 = level2
+        self._ledger = ledger
+        self._mailbox = mailbox
+        self._replicas = replicas
+        self._encoders = encoders
+        self._threads = threads
+        self._wanted: dict[VisualKey, dict[str, None]] = {}  # replicas that wait, in order
+        self._flights: dict[str, set[_Flight]] = {}  # by entry name
+
+    def want(self, key: VisualKey, replica: str) -> None:
+        self._wanted.setdefault(key, {})[replica] = None
+
+    def unwant(self, key: VisualKey, replica: str) -> None:
+        replicas = self._wanted.get(key, {})
+        replicas.pop(replica, None)
+        if not replicas:
+            self._wanted.pop(key, None)
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone."""
+        for key in list(self._wanted):
+            self.unwant(key, replica)
+
+    async def provide(self, key: VisualKey, tiles: bytes, deadline_s: float) -> None:
+        """Returns once every replica that waits has word that the tokens are there.
+
+        Raises StageUnavailable for what may do later. Cancelled: the encode is dropped if nobody else waits.
+        """
+        flight = _Flight(key, tiles, time.monotonic() + deadline_s)
+        try:
+            while self._wanted.get(key):
+                if time.monotonic() > flight.deadline:
+                    raise encode_timed_out()
+                flight.woken.clear()
+                settled = await self._advance(flight)
+                if not settled:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_POLL_S):
+                            await flight.woken.wait()
+        finally:
+            self._leave(flight)
+
+    async def fail(self, key: VisualKey, code: str, message: str) -> None:
+        replicas = self._wanted.pop(key, {})
+        for replica in replicas:
+            await self._run(self._mailbox.post, replica, InboxMessage("fail", key, "", code, message))
+
+    async def _run(self, function: Callable[..., object], *arguments: object) -> object:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def _advance(self, flight: _Flight) -> bool:
+        """True if some replicas got word; those that use another number format take their own turn."""
+        forms: dict[str, list[str]] = {}
+        for replica in self._wanted.get(flight.key, {}):
+            about = self._replicas.alive.get(replica)
+            if about is not None:
+                forms.setdefault(about["dtype"], []).append(replica)
+        told = False
+        for dtype, replicas in forms.items():
+            name = f"{flight.key}.{dtype}"
+            self._flights.setdefault(name, set()).add(flight)
+            about = self._replicas.alive[replicas[0]]
+            try:
+                message = await self._run(self._look, flight, name, about, replicas)
+            except AWAY as error:
+                log.warning("Redis is away: %s", error)
+                continue
+            except BlobStoreFull:
+                raise overloaded() from None
+            if isinstance(message, InboxMessage):
+                told = True
+                for replica in replicas:
+                    await self._tell(flight, replica, message)
+        return told
+
+    async def _tell(self, flight: _Flight, replica: str, message: InboxMessage) -> None:
+        self.unwant(flight.key, replica)
+        try:
+            await self._run(self._mailbox.post, replica, message)
+        except AWAY:
+            self.want(flight.key, replica)
+
+    def _look(self, flight: _Flight, name: str, about: About, replicas: list[str]) -> InboxMessage | None:
+        """What to tell the replicas, if it is settled; else gets the work done. Runs in a thread.
+
+        The lease is read before level 2: whoever encodes writes there before the lease ends.
+        """
+        state = self._ledger.look(name, flight.waiter)
+        if state.verdict is not None:
+            return InboxMessage("fail", flight.key, "", *state.verdict)
+        if state.running:
+            return None
+        if self._level2.exists(name):
+            return InboxMessage("visual", flight.key)
+        if state.attempts >= MAX_ATTEMPTS:
+            self._ledger.fail(name, *ENCODING_FAILED)
+            self._ledger.announce(name)
+            return InboxMessage("fail", flight.key, "", *ENCODING_FAILED)
+        if self._ledger.claim(name):
+            try:
+                self._send(flight, about, replicas[0])
+            except BaseException:
+                self._ledger.unclaim(name)
+                raise
+        return None
+
+    def _send(self, flight: _Flight, about: About, replica: str) -> None:
+        blob = encoder_tiles_blob(flight.key)
+        if time.monotonic() - flight.stored > TILES_TTL_S / 2 or not self._blobs.exists(blob):
+            self._blobs.put(blob, flight.tiles, TILES_TTL_S)
+            flight.stored = time.monotonic()
+        revision, dtype = about["encoder_revision"], about["dtype"]
+        if not any(
+            (encoder["revision"], encoder["dtype"]) == (revision, dtype)
+            for encoder in self._encoders.alive.values()
+        ):
+            self._mailbox.post(replica, InboxMessage("tiles", flight.key, blob))
+            return
+        left_s = flight.deadline - time.monotonic()
+        job = EncodeJob(flight.key, revision, dtype, blob, left_s, time.time())
+        self._app.send_task(
+            ENCODE_TASK,
+            kwargs=asdict(job),
+            queue=ENCODE_QUEUE,
+            headers={SENT_HEADER: job.sent_at},
+            retry=True,
+            retry_policy=SEND_RETRY,
+        )
+
+    def _leave(self, flight: _Flight) -> None:
+        """The last to leave takes the tiles along; if Redis is away they expire."""
+        names = [name for name, flights in self._flights.items() if flight in flights]
+        for name in names:
+            self._flights[name].discard(flight)
+            if not self._flights[name]:
+                del self._flights[name]
+
+        def leave() -> None:
+            with contextlib.suppress(*AWAY):
+                left = [self._ledger.leave(name, flight.waiter) for name in names]
+                if not any(left):
+                    self._blobs.delete(encoder_tiles_blob(flight.key))
+
+        if names:
+            self._threads.submit(leave)
+
+    async def listen(self) -> None:
+        """Wakes flights at announcements, for ever; without a connection they poll."""
+        async with redis.asyncio.from_url(self._store_url) as client:
+            while True:
+                try:
+                    async with client.pubsub() as pubsub:
+                        await pubsub.subscribe(self._ledger.channel)
+                        async for message in pubsub.listen():
+                            if message["type"] == "message":
+                                for flight in self._flights.get(message["data"].decode(), ()):
+                                    flight.woken.set()
+                except (redis.RedisError, OSError):
+                    await asyncio.sleep(_POLL_S)

@@ -1,0 +1,210 @@
+"""`vlm worker encode`: a Celery thread pool whose tasks share one batcher, so that tiles batch together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import redis
+from celery.signals import worker_shutting_down
+
+from encoder.batcher import StepResult, TileBatcher
+from preprocess.wire import from_bytes
+from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
+from workers.cluster.celery_app import default_name, make_app, thread_worker
+from workers.cluster.ledger import Outcome, WorkLedger
+from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, EncodeJob, age_s
+from workers.cluster.redis_client import connect
+from workers.cluster.registry import About, HeartbeatThread, Registry
+from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
+from workers.cluster.worker.tasks import Heartbeat
+from workers.contract.faults import ENCODING_FAILED
+from workers.contract.stages import MAX_ATTEMPTS, overloaded
+from workers.local.step_thread import StepThread
+
+CONCURRENCY = 32
+_PATIENCE_S = 60.0
+_STALL_S = 60.0
+
+
+class EncodeFailed(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class _SteppedBatcher:
+    """`TileBatcher` as `Stepped`, with those who wait for its keys."""
+
+    def __init__(self, batcher: TileBatcher) -> None:
+        self.batcher = batcher
+        self._waiters: dict[str, list[Future[Any]]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.batcher.due_in() == 0.0
+
+    def step(self) -> StepResult:
+        return self.batcher.step()
+
+    def add(self, key: str, pixels: Any, future: Future[Any]) -> None:
+        self._waiters.setdefault(key, []).append(future)
+        self.batcher.cache.hold(key)
+        self.batcher.put_tiles(key, pixels)
+        self._settle(key)
+
+    def give_up(self, key: str, future: Future[Any]) -> None:
+        if future in self._waiters.get(key, ()):
+            self._waiters[key].remove(future)
+            self.batcher.cache.release(key)
+
+    def after_step(self, result: StepResult) -> None:
+        for key in [*result.finished, *(key for key, _ in result.failures)]:
+            self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        rows, failure = self.batcher.cache.get(key), self.batcher.failed(key)
+        if rows is None and failure is None:
+            return
+        for future in self._waiters.pop(key, []):
+            if rows is not None:
+                future.set_result(rows)
+            elif failure is not None:
+                future.set_exception(EncodeFailed(*failure))
+            self.batcher.cache.release(key)
+
+
+class EncodeService:
+    """One encoder for many threads."""
+
+    def __init__(self, make_batcher: Callable[[], TileBatcher], on_crash: Callable[[], None]) -> None:
+        self._thread: StepThread[_SteppedBatcher, StepResult] = StepThread(
+            lambda: _SteppedBatcher(make_batcher()),
+            lambda stepped, result: stepped.after_step(result),
+            on_crash,
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    @property
+    def busy_s(self) -> float:
+        return self._thread.busy_s
+
+    def encode(self, key: str, pixels: Any, timeout_s: float) -> Any:
+        """Visual tokens [n, width] of uint8 tiles [t, H, W, 3]. Raises EncodeFailed and TimeoutError."""
+        future: Future[Any] = Future()
+        self._thread.tell(lambda stepped: stepped.add(key, pixels, future))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            self._thread.tell(lambda stepped: stepped.give_up(key, future))
+            raise
+
+
+def run_encode_job(
+    job: EncodeJob, service: EncodeService, blobs: BlobStore, level2: VisualStore, ledger: WorkLedger
+) -> None:
+    """One attempt. Harmless for a message that comes twice, too late, or for work that is done or doomed."""
+    name, token = level2.form.entry(job.key), uuid.uuid4().hex
+    left_s = job.deadline_s - age_s(job.sent_at)
+    if left_s <= 0:
+        return
+    if (job.revision, job.dtype) != (level2.form.revision, level2.form.dtype):
+        ledger.unclaim(f"{job.key}.{job.dtype}")  # sent again, for a worker with that encoder
+        return
+    if level2.has(job.key):
+        ledger.announce(name)
+        return
+    begun = ledger.begin(name, token, MAX_ATTEMPTS)
+    if begun == "exhausted":
+        ledger.fail(name, *ENCODING_FAILED)
+        ledger.announce(name)
+    if begun != "begun":
+        return
+    outcome: Outcome = "failed"
+    try:
+        with Heartbeat(ledger, name, token):
+            outcome = _encode(job, service, blobs, level2, ledger, left_s)
+    finally:
+        ledger.end(name, token, outcome)
+
+
+def _encode(
+    job: EncodeJob,
+    service: EncodeService,
+    blobs: BlobStore,
+    level2: VisualStore,
+    ledger: WorkLedger,
+    left_s: float,
+) -> Outcome:
+    name = level2.form.entry(job.key)
+    payload = blobs.get(job.tiles_blob)
+    if payload is None:
+        return "undone"  # whoever waits puts it there again
+    try:
+        rows = service.encode(job.key, from_bytes(payload).pixels, left_s)
+        level2.put(job.key, rows)
+    except ValueError:
+        blobs.delete(job.tiles_blob)
+        return "failed"
+    except EncodeFailed:
+        ledger.fail(name, *ENCODING_FAILED)
+    except TimeoutError:
+        return "undone"
+    except BlobStoreFull:
+        full = overloaded()
+        ledger.fail(name, full.code, full.message, 1.0)
+    return "done"
+
+
+def run(
+    broker: str,
+    store: str,
+    make_batcher: Callable[[], TileBatcher],
+    form: VisualFormat,
+    concurrency: int = CONCURRENCY,
+) -> None:
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs."""
+    app = make_app(broker)
+    client = connect(store, _PATIENCE_S)
+    blobs, ledger = open_store(store, patience_s=_PATIENCE_S), WorkLedger(client, ENCODE_QUEUE)
+    level2 = VisualStore(open_visual_blobs(store, patience_s=_PATIENCE_S), form)
+    service = EncodeService(make_batcher, on_crash=lambda: os._exit(1))
+    draining = threading.Event()
+    name = default_name()
+
+    @app.task(name=ENCODE_TASK)
+    def encode(**message: Any) -> None:
+        job = EncodeJob(**message)
+        with contextlib.suppress(redis.RedisError):
+            ledger.note_wait(age_s(job.sent_at))
+        run_encode_job(job, service, blobs, level2, ledger)
+
+    def about() -> About | None:
+        if draining.is_set() or service.busy_s > _STALL_S:
+            return None
+        return {"revision": form.revision, "dtype": form.dtype, "width": form.width}
+
+    def drain(**_: object) -> None:
+        draining.set()
+
+    worker_shutting_down.connect(drain, weak=False)
+    worker = thread_worker(app, ENCODE_QUEUE, concurrency, f"encode-{name}")
+    service.start()
+    heartbeat = HeartbeatThread(Registry(connect(store), ENCODER), name, about)
+    heartbeat.start()
+    try:
+        worker.start()
+    finally:
+        heartbeat.close()
+        service.close()

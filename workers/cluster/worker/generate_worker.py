@@ -1,0 +1,47 @@
+"""`vlm worker generate`: a Celery thread pool whose tasks share one engine, so that they batch together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from celery.signals import worker_shutting_down
+
+from workers.cluster.celery_app import default_name, make_app, passing_queue, thread_worker
+from workers.cluster.names import GENERATE_TASK, GenerateJob, generate_queue
+from workers.cluster.worker.replica import Replica
+from workers.local.engine_runner import EngineRunner
+
+CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and batches them
+
+
+def run(
+    broker: str,
+    store: str,
+    make_runner: Callable[[], EngineRunner],
+    concurrency: int = CONCURRENCY,
+    name: str | None = None,
+) -> None:
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs.
+
+    name: of the replica, and of its queue `generate.NAME`; unique among those alive.
+    """
+    name = name or default_name()
+    app = make_app(broker)
+    replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1))
+
+    @app.task(name=GENERATE_TASK)
+    def generate(**message: Any) -> None:
+        replica.run(GenerateJob(**message))
+
+    def drain(**_: object) -> None:
+        replica.drain()
+
+    worker_shutting_down.connect(drain, weak=False)
+    worker = thread_worker(app, passing_queue(generate_queue(name)), concurrency, f"generate-{name}")
+    replica.start()
+    try:
+        worker.start()
+    finally:
+        replica.close()

@@ -1,0 +1,299 @@
+"""The engine in a process of its own: the loop in the child, and the client that keeps it alive.
+
+Frames (`workers.contract.messages`) travel over a socket pair. The child dies with its parent (end of file),
+the parent starts a new child when one dies and tells every stream that was open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from llm.request import Event, Failed, Request, RequestError, VisualKey
+from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
+from workers.contract.messages import (
+    FRAME_HEADER,
+    event_from_json,
+    event_to_json,
+    frame_sizes,
+    pack_frame,
+    request_from_json,
+    request_to_json,
+)
+from workers.contract.streams import StreamTable
+from workers.local.engine_runner import EngineRunner
+
+HEARTBEAT_S = 0.5
+
+
+class FrameSocket:
+    """Blocking frames over a socket, for the child's single thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+
+    def readable(self, timeout_s: float) -> bool:
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def _read(self, count: int) -> bytes:
+        while len(self._buffer) < count:
+            data = self._socket.recv(max(1 << 16, min(count - len(self._buffer), 1 << 22)))
+            if not data:
+                raise EOFError
+            self._buffer += data
+        head = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return head
+
+    @property
+    def buffered(self) -> bool:
+        return bool(self._buffer)
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        json_bytes, payload_bytes = frame_sizes(self._read(FRAME_HEADER.size))
+        return json.loads(self._read(json_bytes)), self._read(payload_bytes)
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        for part in pack_frame(header, payload):
+            self._socket.sendall(part)
+
+
+def serve(connection: socket.socket, runner: EngineRunner) -> None:
+    """The child's loop: take what arrived, do one step, send what happened. Ends with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    frames = FrameSocket(connection)
+    with contextlib.suppress(EOFError, ConnectionError, BrokenPipeError):
+        frames.send({"op": "ready", "info": runner.info()})
+        last_beat = time.monotonic()
+        while True:
+            while frames.buffered or frames.readable(0.0 if runner.has_work else HEARTBEAT_S):
+                _handle(frames, runner, *frames.receive())
+            events = runner.step() if runner.has_work else []
+            now = time.monotonic()
+            if events or now - last_beat >= HEARTBEAT_S:
+                last_beat = now
+                frames.send({"op": "events", "events": [event_to_json(event) for event in events]})
+
+
+def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], payload: bytes) -> None:
+    match message["op"]:
+        case "submit":
+            request = request_from_json(message["request"])
+            try:
+                runner.submit(request)
+            except RequestError as error:
+                failed = Failed(request.id, error.code, error.message, error.param)
+                frames.send({"op": "events", "events": [event_to_json(failed)]})
+        case "cancel":
+            runner.cancel(message["id"])
+        case "tiles":
+            runner.put_tiles(VisualKey(message["key"]), payload)
+            frames.send({"op": "reply", "reply": message["reply"], "value": None})
+        case "no_tiles":
+            runner.fail_tiles(VisualKey(message["key"]), message["code"], message["message"])
+        case "stats":
+            frames.send({"op": "reply", "reply": message["reply"], "value": runner.stats()})
+        case "clear":
+            runner.clear_cache()
+            frames.send({"op": "reply", "reply": message["reply"], "value": None})
+
+
+class EngineProcess:
+    """`EngineClient` over a child process; `command` gets `--fd N` appended."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        start_timeout_s: float = 300.0,
+        silence_s: float = 10.0,
+        stall_timeout_s: float = 60.0,
+    ) -> None:
+        """Silent for `silence_s`: not ready. Silent for `stall_timeout_s`: replaced. One step must fit."""
+        self._command = command
+        self._start_timeout_s = start_timeout_s
+        self._silence_s = silence_s
+        self._stall_timeout_s = stall_timeout_s
+        self._streams = StreamTable()
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._reply_ids = itertools.count()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._last_sign = 0.0
+        self.restarts = 0
+        self.info: dict[str, Any] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Forward progress: the child is up and was heard of lately."""
+        return self._up.is_set() and time.monotonic() - self._last_sign < self._silence_s
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child else None
+
+    async def start(self) -> None:
+        """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails."""
+        self._keeper = asyncio.create_task(self._keep_alive())
+        up = asyncio.create_task(self._up.wait())
+        done, _ = await asyncio.wait(
+            {up, self._keeper}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if up not in done:
+            up.cancel()
+            await self.close()
+            raise EngineUnavailable("the engine process did not start; its own message is above")
+
+    async def close(self) -> None:
+        if self._keeper:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+            self._keeper = None
+        await self._stop_child()
+        self._streams.fail_all(*SHUTTING_DOWN)
+
+    async def _keep_alive(self) -> None:
+        delay_s = 0.0
+        while True:
+            await asyncio.sleep(delay_s)
+            started = time.monotonic()
+            try:
+                await self._run_child()
+            finally:
+                was_up = self._up.is_set()
+                self._up.clear()
+                self._streams.fail_all(*ENGINE_DIED)
+                for future in self._replies.values():
+                    if not future.done():
+                        future.set_exception(EngineUnavailable(ENGINE_DIED[1]))
+                self._replies.clear()
+                await self._stop_child()
+            if not was_up and self.restarts == 0:
+                return  # never came up: a start-up error, not a crash
+            self.restarts += 1
+            delay_s = 0.0 if time.monotonic() - started > 10 else min(5.0, 2 * delay_s + 0.1)
+
+    async def _run_child(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = subprocess.Popen(
+                [*self._command, "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C would reach it before it ignores it
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
+        watchdog = asyncio.create_task(self._watch())
+        try:
+            while True:
+                json_bytes, payload_bytes = frame_sizes(await reader.readexactly(FRAME_HEADER.size))
+                message = json.loads(await reader.readexactly(json_bytes))
+                await reader.readexactly(payload_bytes)
+                self._last_sign = time.monotonic()
+                self._take(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            watchdog.cancel()
+
+    async def _watch(self) -> None:
+        """A child that is up but silent for too long hangs: replace it."""
+        while True:
+            await asyncio.sleep(1.0)
+            if (
+                self._up.is_set()
+                and time.monotonic() - self._last_sign > self._stall_timeout_s
+                and self._child
+            ):
+                self._child.kill()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "ready":
+                self.info = message["info"]
+                self._up.set()
+            case "events":
+                self._streams.feed([event_from_json(event) for event in message["events"]])
+            case "reply":
+                future = self._replies.pop(message["reply"], None)
+                if future and not future.done():
+                    future.set_result(message["value"])
+
+    async def _stop_child(self) -> None:
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        child, self._child = self._child, None
+        if child is None:
+            return
+        for _ in range(40):
+            if child.poll() is not None:
+                return
+            await asyncio.sleep(0.05)
+        child.kill()
+        await asyncio.to_thread(child.wait)
+
+    def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        if self._writer is None or not self._up.is_set():
+            raise EngineUnavailable(ENGINE_DIED[1])
+        for part in pack_frame(header, payload):
+            if part:
+                self._writer.write(part)
+
+    def _cancel(self, request_id: str) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            self._send({"op": "cancel", "id": request_id})
+
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+        self._streams.open(request.id)
+        try:
+            self._send({"op": "submit", "request": request_to_json(request)})
+        except EngineUnavailable:
+            self._streams.discard(request.id)
+            raise
+        async with contextlib.aclosing(self._streams.read(request.id, self._cancel)) as events:
+            async for event in events:
+                yield event
+
+    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+        """Returns when the engine has them. Frames keep their order, so every wish that it uttered before
+        was heard before, and the caller can tell a late wish from a new one."""
+        await self._ask({"op": "tiles", "key": key}, tiles, timeout_s=None)
+
+    async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
+        self._send({"op": "no_tiles", "key": key, "code": code, "message": message})
+
+    async def _ask(
+        self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = 10.0
+    ) -> Any:
+        reply = next(self._reply_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[reply] = future
+        try:
+            self._send({**message, "reply": reply}, payload)
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise EngineUnavailable("the engine does not answer") from None
+        finally:
+            self._replies.pop(reply, None)
+
+    async def stats(self) -> dict[str, Any]:
+        value: dict[str, Any] = await self._ask({"op": "stats"})
+        return value
+
+    async def clear_cache(self) -> None:
+        await self._ask({"op": "clear"})

@@ -1,0 +1,263 @@
+"""The local twin of the preprocess stage: a small pool of decode processes of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from preprocess.limits import BYTES_PER_PIXEL, ImageLimits
+from preprocess.probe import open_header
+from preprocess.stage import PreprocessSpec
+from preprocess.types import ImageError, Tiles
+from preprocess.wire import from_bytes
+from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
+from workers.contract.stages import (
+    MAX_ATTEMPTS,
+    DecodeLimits,
+    Urgency,
+    deadline_passed,
+    overloaded,
+    processing_failed,
+    unreachable,
+)
+from workers.contract.turns import Turns
+
+log = logging.getLogger(__name__)
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    max_waiting: int = 512  # images
+    max_inflight_bytes: int = 2 << 30  # of decoded images, over all processes
+    limits: DecodeLimits = field(default_factory=DecodeLimits)
+
+
+class DecoderDied(Exception):
+    """The process ended, or said nothing for too long and was ended."""
+
+
+class LocalPreprocess:
+    """`PreprocessStage` over `python -m workers.local.decode_process` children, which never load torch."""
+
+    def __init__(self, processes: int = 2, options: LocalOptions | None = None) -> None:
+        self._num_processes = processes
+        self._options = options or LocalOptions()
+        self._turns = Turns(processes, self._options.max_inflight_bytes)
+        # None: its process is to be started
+        self._idle: asyncio.Queue[DecodeProcess | None] = asyncio.Queue()
+        self._processes: set[DecodeProcess] = set()
+        self._attempts: set[asyncio.Task[Any]] = set()
+        self._waiting = 0
+        self._closed = False
+        self.restarts = 0
+
+    @property
+    def pids(self) -> list[int]:
+        return sorted(process.pid for process in self._processes)
+
+    async def start(self) -> None:
+        """Starts the processes and waits until each has answered."""
+        for _ in range(self._num_processes):
+            self._idle.put_nowait(self._spawn())
+        await asyncio.gather(*(process.ready() for process in self._processes))
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._attempts:
+            task.cancel()
+        await asyncio.gather(*self._attempts, return_exceptions=True)
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
+
+    async def tiles(
+        self,
+        data: bytes,
+        spec: PreprocessSpec,
+        limits: ImageLimits,
+        *,
+        deadline_s: float,
+        page: int = 0,
+        urgency: Urgency | None = None,
+    ) -> Tiles:
+        header = open_header(data, limits, page)
+        if self._waiting >= self._options.max_waiting:
+            raise overloaded()
+        frame = {
+            "spec": spec.to_json(),
+            "limits": limits.to_json(),
+            "page": page,
+            "cpu_s": self._options.limits.cpu_within(deadline_s),
+        }
+        urgency = urgency or Urgency()
+        failures = 0
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                num_bytes = header.width * header.height * BYTES_PER_PIXEL
+                async with self._turns.hold(num_bytes, urgency):
+                    while failures < MAX_ATTEMPTS:
+                        try:
+                            background = self._is_background(urgency) and not failures
+                            asked = {**frame, "background": background}
+                            return await self._attempt(asked, data, hang_s=deadline_s / 2)
+                        except DecoderDied:
+                            failures += 1
+        except TimeoutError:
+            # a deadline that passed while nothing but the queue was slow is no fault of the image
+            if not failures:
+                raise deadline_passed() from None
+        finally:
+            self._waiting -= 1
+        raise processing_failed()
+
+    def _is_background(self, urgency: Urgency) -> bool:
+        """Not where an interactive image could have to wait for this one. An image that failed is tried again
+        at full priority: what looked like a hang may have been others' work."""
+        return urgency.priority == "batch" and self._num_processes > 1
+
+    async def _attempt(self, frame: dict[str, Any], data: bytes, hang_s: float) -> Tiles:
+        """A caller who leaves does not stop the attempt: its own limits end it, and the process is kept."""
+        process = await self._idle.get()
+        task = asyncio.create_task(self._use(process, frame, data, hang_s))
+        self._attempts.add(task)
+        task.add_done_callback(self._forget_attempt)
+        reply, payload = await asyncio.shield(task)
+        if reply["op"] == "error":
+            raise ImageError(reply["code"], reply["message"])
+        return await asyncio.to_thread(from_bytes, payload)
+
+    def _forget_attempt(self, task: asyncio.Task[Any]) -> None:
+        self._attempts.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _use(
+        self, process: DecodeProcess | None, frame: dict[str, Any], data: bytes, hang_s: float
+    ) -> tuple[dict[str, Any], bytearray]:
+        if process is None or process.ended_idle:  # no image is to blame
+            process = await self._successor(process)
+            if process is None:
+                self._idle.put_nowait(None)
+                raise unreachable()
+        up = False
+        try:
+            async with asyncio.timeout(hang_s):
+                await process.ready()
+                up = True
+                reply = await process.call(frame, data)
+        except (OSError, EOFError, ValueError, TimeoutError):
+            await self._replace(process)
+            raise (DecoderDied() if up else unreachable()) from None
+        self._idle.put_nowait(process)
+        return reply
+
+    async def _replace(self, process: DecodeProcess) -> None:
+        if self._closed:
+            self._processes.discard(process)
+            await process.kill()
+        else:
+            self._idle.put_nowait(await self._successor(process))
+
+    async def _successor(self, process: DecodeProcess | None) -> DecodeProcess | None:
+        """None where the system has no room for a process now: the next image tries again."""
+        if process is not None:
+            self._processes.discard(process)
+            await process.kill()
+        try:
+            started = self._spawn()
+        except OSError:
+            log.warning("a decode process can't be started", exc_info=True)
+            return None
+        self.restarts += 1
+        return started
+
+    def _spawn(self) -> DecodeProcess:
+        process = DecodeProcess(self._options.limits.memory_bytes)
+        self._processes.add(process)
+        return process
+
+
+class DecodeProcess:
+    """A child and the socket to it; its first frame says that it is up."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-m", "workers.local.decode_process", "--fd", str(theirs.fileno())]
+        try:
+            self._child = subprocess.Popen(
+                [*command, "--memory-bytes", str(memory_bytes)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C would reach it before it ignores it
+                env=_child_environment(),
+            )
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+        self._starting = asyncio.Lock()
+        self._up = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def ended_idle(self) -> bool:
+        """It came up and is gone; asked between two calls."""
+        return self._up and self._child.poll() is not None
+
+    async def ready(self) -> None:
+        """Raises EOFError or OSError when the child can't start."""
+        async with self._starting:
+            if not self._up:
+                await self._receive()
+                self._up = True
+
+    async def call(self, frame: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytearray]:
+        """Raises OSError or EOFError when the child is gone, ValueError when it talks nonsense."""
+        loop = asyncio.get_running_loop()
+        for part in pack_frame(frame, data):
+            await loop.sock_sendall(self._socket, part)
+        return await self._receive()
+
+    async def kill(self) -> None:
+        self._socket.close()
+        self._child.kill()
+        await asyncio.to_thread(self._child.wait)
+
+    async def _receive(self) -> tuple[dict[str, Any], bytearray]:
+        json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
+        header = json.loads(await self._read(json_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("a frame's header is an object")
+        return header, await self._read(payload_bytes)
+
+    async def _read(self, count: int) -> bytearray:
+        loop = asyncio.get_running_loop()
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            received = await loop.sock_recv_into(self._socket, view)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return buffer
+
+
+def _child_environment() -> dict[str, str]:
+    """One thread, and our packages importable wherever the parent found them."""
+    path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
