@@ -19,7 +19,7 @@ from vlm.build import build_runner
 from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 from vlm.spec import ModelSpec
-from vlm.train.documents import make_document
+from vlm.train.drawing.documents import make_document
 from workers.cluster.names import GenerateJob, generate_queue
 from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.worker.replica import Replica

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vlm.api.errors import ApiError
 from vlm.api.guard.admission import Admission
 from vlm.config import MEBIBYTE, ServeConfig
+from vlm.requests.errors import ApiError
 
 
 class Clock:

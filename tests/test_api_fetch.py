@@ -16,9 +16,9 @@ from fake_engine_client import ask, live_server, png
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm.api.errors import ApiError
 from vlm.api.storage.fetch import Fetcher, public_address
 from vlm.config import ServeConfig
+from vlm.requests.errors import ApiError
 
 CHAT = "/v1/chat/completions"
 

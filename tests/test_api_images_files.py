@@ -16,10 +16,10 @@ from fake_engine_client import LiveServer, ask, data_uri, live_server, png
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm.api.errors import ApiError
 from vlm.api.storage.files import FileStore
 from vlm.api.storage.image_store import BlobImages, Images, MemoryImages, image_id
 from vlm.config import ServeConfig
+from vlm.requests.errors import ApiError
 from workers.cluster.blobs import MemoryBlobStore
 
 CHAT = "/v1/chat/completions"

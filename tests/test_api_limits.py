@@ -19,10 +19,10 @@ from PIL import Image
 
 from llm.request import Failed
 from preprocess.limits import ImageLimits
-from vlm.api.chat.media import Inline, Stored, decode_base64, parse_url
-from vlm.api.errors import ApiError
 from vlm.api.guard.admission import Admission, CompletionRate
 from vlm.config import MEBIBYTE, ServeConfig
+from vlm.requests.errors import ApiError
+from vlm.requests.media import Inline, Stored, decode_base64, parse_url
 
 CHAT = "/v1/chat/completions"
 

@@ -14,9 +14,9 @@ import pytest
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from fastapi.routing import APIRoute
 
-from vlm.api.errors import ApiError
 from vlm.api.guard.auth import ApiKey, KeyRing, RateLimiter, check_exposure, read_keys
 from vlm.config import ConfigError, ServeConfig
+from vlm.requests.errors import ApiError
 
 CHAT = "/v1/chat/completions"
 KEYS = KeyRing(

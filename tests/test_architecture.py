@@ -30,6 +30,10 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -42,13 +46,65 @@ def test_imports_go_one_way(package: str) -> None:
         assert ours <= allowed, f"{path.relative_to(ROOT)} imports {ours - allowed}"
 
 
+# Rooms of a package, and the other rooms of it that each may import. Files of the package's own folder are
+# in the room named after it, but for the engine's: they are on top of every other room.
+ROOMS = {
+    "workers.contract": set(),
+    "workers.local": {"workers.contract"},
+    "workers.cluster": {"workers.contract"},
+    "workers.cluster.node": {"workers.contract", "workers.cluster"},
+    "workers.cluster.worker": {"workers.contract", "workers.local", "workers.cluster"},
+    "llm": set(),  # the words that every room uses: requests, configurations, storage
+    "llm.cost": {"llm"},
+    "llm.text": {"llm"},
+    "llm.sampling": {"llm"},
+    "llm.constraints": {"llm"},
+    "llm.backend": {"llm", "llm.cost"},
+    "llm.checkpoint": {"llm", "llm.cost", "llm.backend"},
+    "llm.scheduling": {"llm", "llm.backend", "llm.constraints", "llm.sampling", "llm.text"},
+    "the engine": {"llm", "llm.backend", "llm.constraints", "llm.sampling", "llm.scheduling", "llm.text"},
+}
+THE_ENGINE = {"llm.engine", "llm.commit", "llm.beam_rounds", "llm.engine_stats"}
+MOST_FILES = 15
+
+
+def room_of(module: str) -> str:
+    return "the engine" if module in THE_ENGINE else module.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("package", ["workers", "llm"])
+def test_rooms_import_downwards(package: str) -> None:
+    paths = {module_name(path): path for path in sources(package) if path.name != "__init__.py"}
+    for name, path in paths.items():
+        room = room_of(name)
+        found = imported_modules(path) & paths.keys()
+        used = {room_of(module) for module in found} - {room}
+        assert used <= ROOMS[room], f"{name} imports {used - ROOMS[room]}"
+
+
+def test_no_room_is_crowded() -> None:
+    crowded = {
+        str(folder): count
+        for package in MAY_IMPORT
+        for folder in {path.parent for path in sources(package)}
+        if (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > MOST_FILES
+    }
+    assert not crowded, f"give these rooms: {crowded}"
+
+
+def test_every_package_names_its_front_door() -> None:
+    """Three lines or so in `__init__.py`: what the room is for, and where to enter it."""
+    for package in MAY_IMPORT:
+        for path in sources(package):
+            if path.name == "__init__.py":
+                assert ast.get_docstring(ast.parse(path.read_text())), (
+                    f"{path.relative_to(ROOT)} says nothing"
+                )
+
+
 def test_no_module_imports_itself_through_others() -> None:
     """Imports within functions and for type checkers count too."""
-    paths = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in MAY_IMPORT
-        for path in sources(package)
-    }
+    paths = {module_name(path): path for package in MAY_IMPORT for path in sources(package)}
     graph = {}
     for name, path in paths.items():
         found = imported_modules(path) & paths.keys() - {name}
@@ -98,3 +154,16 @@ def test_nothing_is_unpickled_or_loaded_as_code() -> None:
             assert "pickle" not in {name.split(".")[0] for name in imported_modules(path)}, path
             assert "torch.load(" not in text, path
             assert "trust_remote_code=True" not in text, path
+
+
+def test_the_api_and_captioning_stand_side_by_side() -> None:
+    """What both need of a client's request is in `vlm.requests`, which knows neither."""
+    forbidden = {
+        "vlm/api": "vlm.caption",
+        "vlm/caption": "vlm.api",
+        "vlm/requests": ("vlm.api", "vlm.caption"),
+    }
+    for folder, prefixes in forbidden.items():
+        for path in sources(folder):
+            found = {name for name in imported_modules(path) if name.startswith(prefixes)}
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"

@@ -6,7 +6,7 @@ import pytest
 
 from vlm.bench.accuracy_bench import summarise
 from vlm.caption.presets import PRESETS
-from vlm.train.documents import compose_document, preset_questions
+from vlm.train.drawing.documents import compose_document, preset_questions
 from vlm.train.evaluate import Report
 
 

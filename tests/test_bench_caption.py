@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vlm.bench.caption_bench import caption_bench as caption
+from vlm.bench import caption_bench as caption
 from vlm.bench.captioning.caption_kills import Survival
 from vlm.bench.captioning.caption_reading import (
     Interval,

@@ -18,7 +18,7 @@ from vlm.api.app import create_app
 from vlm.build import build_local_pipeline
 from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import ChatMessage, ImageInput
-from vlm.train.documents import compose_document
+from vlm.train.drawing.documents import compose_document
 
 PROPERTIES = {
     "kind": {"enum": ["receipt", "sign", "label"]},

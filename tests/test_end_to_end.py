@@ -20,7 +20,7 @@ from llm.request import Delta, Finished, Prompt, SamplingParams, Usage
 from vlm.build import build_local_pipeline
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline, PreparedRequest
-from vlm.train.documents import make_document
+from vlm.train.drawing.documents import make_document
 
 needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 QUESTIONS = ("What is in the image?", "Read the text.", "How many shapes are there?")

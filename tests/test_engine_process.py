@@ -20,7 +20,7 @@ from vlm.build import build_local_pipeline, engine_command
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
 from vlm.spec import ModelSpec
-from vlm.train.documents import make_document
+from vlm.train.drawing.documents import make_document
 from workers.contract.engine_client import EngineUnavailable
 from workers.local.engine_process import EngineProcess, serve
 from workers.local.engine_runner import EngineRunner

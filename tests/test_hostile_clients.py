@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from waiting import wait_for
 
 from vlm.api import server as server_module
-from vlm.api.batches.batch_routes import batch_chat
-from vlm.api.errors import ApiError
+from vlm.api.batches import batch_chat
 from vlm.api.storage.files import FileStore
-from vlm.caption.lines import BadLine, parse_line
 from vlm.config import ServeConfig
-from vlm.strict_json import MAX_VALUES, TooManyValues, parse
+from vlm.requests.errors import ApiError
+from vlm.requests.lines import BadLine, parse_line
+from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
 from workers.contract.stages import deadline_passed, overloaded, unreachable
 
 CHAT = "/v1/chat/completions"

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlm.train import words
-from vlm.train.documents import HELD_OUT_SEED, KINDS, blank_image, compose_document, make_document
+from vlm.train.drawing import words
+from vlm.train.drawing.documents import HELD_OUT_SEED, KINDS, blank_image, compose_document, make_document
 
 seeds = st.integers(0, 2 * HELD_OUT_SEED)
 levels = st.sampled_from([0.0, 0.3, 0.7, 1.0])

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlm.train.documents import HELD_OUT_SEED, compose_document
+from vlm.train.drawing.documents import HELD_OUT_SEED, compose_document
 from vlm.train.evaluate import edit_distance, evaluate, held_out_documents
 
 short = st.text("abc", max_size=6)

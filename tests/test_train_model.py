@@ -4,10 +4,10 @@ import pytest
 import torch
 from train_fixtures import MODEL
 
+from vlm.train.drawing.geometry import Shape
+from vlm.train.drawing.tiles import LONGEST_EDGE
 from vlm.train.evaluate import evaluate, held_out_documents
 from vlm.train.generate import answerer
-from vlm.train.geometry import Shape
-from vlm.train.tiles import LONGEST_EDGE
 
 
 def test_the_shipped_directory_is_within_its_limits_and_cuts_as_training_does() -> None:

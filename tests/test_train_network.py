@@ -6,13 +6,13 @@ from torch import Tensor
 from train_fixtures import tiny_network, tiny_template
 
 from vlm.train.decoder import segment_mask
-from vlm.train.documents import compose_document
+from vlm.train.drawing.documents import compose_document
+from vlm.train.drawing.tiles import cut
 from vlm.train.export import export
 from vlm.train.generate import answer_all, answerer
 from vlm.train.network import Network
 from vlm.train.optim import orthogonalise
 from vlm.train.prompts import PromptBuilder
-from vlm.train.tiles import cut
 
 
 @pytest.fixture

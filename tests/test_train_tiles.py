@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from train_fixtures import MODEL
 
-from vlm.train.documents import compose_document
-from vlm.train.layout import Glyph
+from vlm.train.drawing.documents import compose_document
+from vlm.train.drawing.layout import Glyph
+from vlm.train.drawing.shapes import Shape, Spot
+from vlm.train.drawing.tiles import CLASS_OF, IGNORE, LONGEST_EDGE, cut, patch_targets, resized_size
 from vlm.train.prompts import TOKENS_PER_TILE, PromptBuilder
-from vlm.train.shapes import Shape, Spot
-from vlm.train.tiles import CLASS_OF, IGNORE, LONGEST_EDGE, cut, patch_targets, resized_size
 
 
 def test_tiles_and_prompt_are_those_of_the_transformers_processor() -> None:

@@ -6,7 +6,7 @@ import torch
 from train_fixtures import tiny_network, tiny_template
 
 from vlm.train.batches import choose_questions, collate, draw
-from vlm.train.documents import KINDS, compose_document
+from vlm.train.drawing.documents import KINDS, compose_document
 from vlm.train.prompts import PromptBuilder
 from vlm.train.stages import BEST, LAST, STAGES, Stage
 from vlm.train.trainer import AVERAGE, Trainer, run_batch, score, validate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlm.api.errors import from_code
 from vlm.caption.rows import RETRIED_CODES
+from vlm.requests.errors import from_code
 from workers.cluster.node.remote_visuals import encode_timed_out
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN
 from workers.contract.faults import OURS, TIMED_OUT, TRANSIENT

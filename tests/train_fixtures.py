@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import vlm
-from vlm.train.geometry import Shape
+from vlm.train.drawing.geometry import Shape
 from vlm.train.network import Network
 
 MODEL = Path(vlm.__file__).parent / "model"

@@ -17,7 +17,7 @@ from vlm.build import build_local_pipeline
 from vlm.cli.ask import Answer, answer
 from vlm.config import EngineOptions
 from vlm.pipeline import Pipeline
-from vlm.train.documents import compose_document
+from vlm.train.drawing.documents import compose_document
 
 SAMPLES = Path(__file__).parent / "samples"
 PARAMS = SamplingParams(max_tokens=96)

@@ -18,7 +18,6 @@ from vlm.api import costs, playground
 from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
-from vlm.api.errors import install_handlers
 from vlm.api.guard.admission import Admission
 from vlm.api.guard.auth import KeyRing, read_keys
 from vlm.api.guard.middleware import ServiceMiddleware
@@ -35,6 +34,7 @@ from vlm.api.storage.files import FileStore, default_data_dir
 from vlm.api.storage.image_store import open_images
 from vlm.config import MEBIBYTE, ServeConfig
 from vlm.pipeline import Pipeline
+from vlm.requests.errors import install_handlers
 
 TITLE = "vlm"
 DESCRIPTION = "Questions about images, answered; OpenAI-compatible."

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from llm.request import SamplingParams
 from preprocess.types import TileGrid
 from vlm.api.chat.convert import prepare
-from vlm.api.chat.params import check_model
-from vlm.api.errors import invalid
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import Estimate, ExpectedTtft, GridOut, ImageCost, TokenCount, errors
-from vlm.api.schemas import EstimateRequest, TokenizeRequest
 from vlm.api.service import Service, caller_of, service_of
 from vlm.pipeline import PlannedImage, PreparedRequest
+from vlm.requests.errors import invalid
+from vlm.requests.params import check_model
+from vlm.requests.schemas import EstimateRequest, TokenizeRequest
 
 router = APIRouter(route_class=ServiceRoute)
 

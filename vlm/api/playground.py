@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fastapi import APIRouter, Response
 
-from vlm.api.errors import ApiError
 from vlm.api.guard.routes import OPEN, ServiceRoute
+from vlm.requests.errors import ApiError
 
 router = APIRouter(route_class=ServiceRoute, include_in_schema=False)
 

@@ -17,12 +17,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from preprocess.memory import keep_what_is_loaded
 from vlm.api.app import create_app
-from vlm.api.errors import error_body
 from vlm.api.guard.auth import check_exposure
 from vlm.api.observe.logs import configure
 from vlm.api.service import Service
 from vlm.config import ConfigError, ServeConfig
 from vlm.pipeline import Pipeline
+from vlm.requests.errors import error_body
 
 log = logging.getLogger("vlm.server")
 

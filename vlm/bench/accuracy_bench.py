@@ -17,7 +17,7 @@ from vlm.build import build_local_pipeline
 from vlm.caption.presets import make_question
 from vlm.cli.ask import answer, answer_messages
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.train.documents import Document, preset_questions
+from vlm.train.drawing.documents import Document, preset_questions
 from vlm.train.evaluate import Report, evaluate, held_out_documents, share
 
 SALES = ("receipt", "invoice")

@@ -18,11 +18,11 @@ from vlm.caption.answers import Answerer
 from vlm.caption.documents import Document, DocumentReader, UnreadableFile
 from vlm.caption.inputs import Source
 from vlm.caption.journal import Journal
-from vlm.caption.lines import BadLine, BatchLine, iterate_lines, parse_line, to_chat
 from vlm.caption.presets import Question, length_prefixed_digest
 from vlm.caption.rows import PageRef, Row, RowContext, error_row
 from vlm.caption.stats import RunStats
 from vlm.pipeline import ChatMessage
+from vlm.requests.lines import BadLine, BatchLine, iterate_lines, parse_line, to_chat
 
 BATCH_LINE_TOKENS = 512
 """max_tokens of a batch line that states none."""

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from vlm.caption.durable import DurableLog, sync_folder
 from vlm.caption.index import JournalIndex
 from vlm.caption.rows import Row, decode, encode
+from vlm.requests.durable import DurableLog, sync_folder
 
 
 class OutputBusy(Exception):

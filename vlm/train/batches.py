@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlm.train.decoder import segment_mask
-from vlm.train.documents import (
+from vlm.train.drawing.documents import (
     INSTRUCTION_FIRST,
     KINDS,
     Document,
@@ -16,8 +16,8 @@ from vlm.train.documents import (
     compose_document,
     preset_questions,
 )
+from vlm.train.drawing.tiles import cut, patch_targets
 from vlm.train.prompts import PromptBuilder, Sequence
-from vlm.train.tiles import cut, patch_targets
 
 PRESET_SHARE = 0.12
 QUESTION_TOKENS = 150  # a document's questions and answers are cut to about this many tokens

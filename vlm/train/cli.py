@@ -46,7 +46,7 @@ def train_command(
     """
     import torch
 
-    from vlm.train.documents import KINDS
+    from vlm.train.drawing.documents import KINDS
     from vlm.train.export import export
     from vlm.train.network import Network
     from vlm.train.prompts import PromptBuilder

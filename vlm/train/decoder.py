@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlm.train.geometry import Shape
+from vlm.train.drawing.geometry import Shape
 
 
 class RmsNorm(nn.Module):

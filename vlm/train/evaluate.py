@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from vlm.train.documents import HELD_OUT_SEED, KINDS, Document, Question, blank_image, compose_document
+from vlm.train.drawing.documents import (
+    HELD_OUT_SEED,
+    KINDS,
+    Document,
+    Question,
+    blank_image,
+    compose_document,
+)
 
 Answer = Callable[[Image.Image, str], str]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from vlm.train.drawing.tiles import LONGEST_EDGE
 from vlm.train.network import Network
-from vlm.train.tiles import LONGEST_EDGE
 
 COPIED = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 

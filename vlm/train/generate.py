@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 
 from vlm.train.decoder import segment_mask
+from vlm.train.drawing.tiles import cut
 from vlm.train.network import Network
 from vlm.train.prompts import PromptBuilder
-from vlm.train.tiles import cut
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlm.train.decoder import Layout, TextLayer, TextModel
-from vlm.train.geometry import Shape
-from vlm.train.tiles import NUM_CLASSES, SLOTS
+from vlm.train.drawing.geometry import Shape
+from vlm.train.drawing.tiles import NUM_CLASSES, SLOTS
 from vlm.train.vision import Connector, VisionModel
 
 

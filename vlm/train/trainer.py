@@ -13,12 +13,12 @@ from torch import Tensor
 from vlm.train import batches
 from vlm.train.batches import Batch
 from vlm.train.checkpoint import load_state, save_state
-from vlm.train.documents import HELD_OUT_SEED, KINDS
+from vlm.train.drawing.documents import HELD_OUT_SEED, KINDS
+from vlm.train.drawing.tiles import IGNORE
 from vlm.train.network import Network
 from vlm.train.optim import Optimisers
 from vlm.train.prompts import PromptBuilder
 from vlm.train.stages import BEST, LAST, Stage
-from vlm.train.tiles import IGNORE
 
 VALIDATION_SEED = HELD_OUT_SEED + 5 * 10**8
 AVERAGE = 0.99  # a step's share of the running mean of the weights is 1 - AVERAGE

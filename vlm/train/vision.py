@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlm.train.geometry import Shape
-from vlm.train.tiles import PATCH, PATCHES
+from vlm.train.drawing.geometry import Shape
+from vlm.train.drawing.tiles import PATCH, PATCHES
 
 
 class VisionAttention(nn.Module):

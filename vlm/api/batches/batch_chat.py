@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from vlm.api.batches.batch_rows import RowResult, error_result, new_request_id
 from vlm.api.chat.completion import completion
 from vlm.api.chat.generate import admit
-from vlm.api.errors import INTERNAL, ApiError, from_validation, invalid
 from vlm.api.guard.auth import Caller
-from vlm.api.schemas import ChatRequest
 from vlm.api.service import Service
+from vlm.requests.errors import INTERNAL, ApiError, from_validation, invalid
+from vlm.requests.schemas import ChatRequest
 from workers.contract.faults import BUSY
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from pydantic import Field
 from vlm.api.batches.batch_chat import ChatRows
 from vlm.api.batches.batch_runner import BatchRunner
 from vlm.api.batches.batch_store import Batch, BatchStore, Status
-from vlm.api.errors import ApiError, invalid
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import Model, errors
-from vlm.api.schemas import Lenient
 from vlm.api.service import Service, caller_of, service_of
 from vlm.api.storage.files import default_data_dir
+from vlm.requests.errors import ApiError, invalid
+from vlm.requests.schemas import Lenient
 
 ENDPOINTS = ("/v1/chat/completions",)
 WINDOWS_S = {"24h": 86_400}

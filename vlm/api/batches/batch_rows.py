@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vlm.api.batches.batch_store import LineError
-from vlm.api.errors import error_body
-from vlm.caption.durable import DurableLog
-from vlm.caption.lines import BadLine, BatchLine, iterate_lines, parse_line
+from vlm.requests.durable import DurableLog
+from vlm.requests.errors import error_body
+from vlm.requests.lines import BadLine, BatchLine, iterate_lines, parse_line
 
 MAX_ROWS = 50_000
 MAX_REPORTED_ERRORS = 100

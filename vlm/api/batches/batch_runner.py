@@ -28,7 +28,7 @@ from vlm.api.batches.batch_rows import (
 from vlm.api.batches.batch_store import ERRORS, INPUT, OUTPUT, Batch, BatchStore, LineError, Status
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
-from vlm.caption.lines import NOT_STRICT, BatchLine
+from vlm.requests.lines import NOT_STRICT, BatchLine
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vlm.api.errors import ApiError
-from vlm.caption.durable import sync_folder
+from vlm.requests.durable import sync_folder
+from vlm.requests.errors import ApiError
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"

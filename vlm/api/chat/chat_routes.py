@@ -8,11 +8,11 @@ from fastapi.responses import JSONResponse
 from vlm.api.chat.completion import chunks, completion
 from vlm.api.chat.generate import admit
 from vlm.api.chat.streaming import EventStream, until_disconnect
-from vlm.api.errors import ApiError
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import ChatCompletion, errors
-from vlm.api.schemas import ChatRequest
 from vlm.api.service import caller_of, service_of
+from vlm.requests.errors import ApiError
+from vlm.requests.schemas import ChatRequest
 
 router = APIRouter(route_class=ServiceRoute)
 

@@ -11,7 +11,7 @@ from typing import Any
 from llm.request import Delta, Timings, TokenLogprob, Usage
 from llm.text.tokenizer import Tokenizer
 from vlm.api.chat.generate import Generation
-from vlm.api.errors import ApiError, error_body
+from vlm.requests.errors import ApiError, error_body
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from llm.request import Priority, RequestError, SamplingParams
 from preprocess.limits import check_request
 from preprocess.types import Detail, ImageError
-from vlm.api.chat.media import Inline, Remote, Source, Stored, check_base64_size, decode_base64, parse_url
-from vlm.api.errors import from_exception, invalid
 from vlm.api.guard.auth import Caller
-from vlm.api.schemas import ChatMessageIn, ContentPart, ImageUrl
 from vlm.api.service import Service
 from vlm.pipeline import ChatMessage, ImageInput, PreparedRequest
+from vlm.requests.errors import from_exception, invalid
+from vlm.requests.media import Inline, Remote, Source, Stored, check_base64_size, decode_base64, parse_url
+from vlm.requests.schemas import ChatMessageIn, ContentPart, ImageUrl
 
 SUPPORTED_PARTS = "Content parts are of type text or image_url."
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
 from preprocess.limits import BYTES_PER_PIXEL
 from vlm.api.chat.convert import image_params, prepare
-from vlm.api.chat.params import check_model, check_supported, priority, sampling_params
-from vlm.api.errors import ApiError, from_code, from_exception
 from vlm.api.guard.admission import Ticket
 from vlm.api.guard.auth import Caller
-from vlm.api.schemas import ChatRequest
 from vlm.api.service import Service
 from vlm.pipeline import ImageFailed, PreparedRequest
+from vlm.requests.errors import ApiError, from_code, from_exception
+from vlm.requests.params import check_model, check_supported, priority, sampling_params
+from vlm.requests.schemas import ChatRequest
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vlm.api.chat.completion import sse_error
-from vlm.api.errors import INTERNAL, ApiError
+from vlm.requests.errors import INTERNAL, ApiError
 
 T = TypeVar("T")
 

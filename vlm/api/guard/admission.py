@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm.request import Priority
-from vlm.api.errors import ApiError
 from vlm.config import MEBIBYTE, ServeConfig
+from vlm.requests.errors import ApiError
 
 _MIN_COMPLETIONS = 8  # below that a rate is a guess
 _WINDOW = 64  # completions that the rate looks back on

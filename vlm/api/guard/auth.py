@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vlm.api.errors import ApiError
 from vlm.config import ConfigError, ServeConfig
+from vlm.requests.errors import ApiError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

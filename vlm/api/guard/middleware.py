@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm.api.errors import INTERNAL, ApiError, error_response
 from vlm.api.observe.logs import request_id as current_request_id
 from vlm.api.service import Service
 from vlm.config import MEBIBYTE
+from vlm.requests.errors import INTERNAL, ApiError, error_response
 
 log = logging.getLogger("vlm.api")
 

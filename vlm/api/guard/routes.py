@@ -16,9 +16,9 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 from starlette.requests import AwaitableOrContextManager
 
-from vlm.api.errors import ApiError, invalid
 from vlm.api.service import service_of
-from vlm.strict_json import MAX_VALUES, TooManyValues, parse
+from vlm.requests.errors import ApiError, invalid
+from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
 
 OPEN: dict[str, Any] = {"security": []}
 LARGE_BODY_BYTES = 256 << 10  # parsed off the event loop from here on

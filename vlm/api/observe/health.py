@@ -8,11 +8,11 @@ import contextlib
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from vlm.api.errors import unknown_model
 from vlm.api.guard.routes import OPEN, ServiceRoute
 from vlm.api.observe.metrics import CONTENT_TYPE
 from vlm.api.responses import Health, ModelCard, ModelList, errors
 from vlm.api.service import Service, service_of
+from vlm.requests.errors import unknown_model
 from workers.contract.engine_client import EngineUnavailable
 
 router = APIRouter(route_class=ServiceRoute)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from vlm.api.errors import ApiError, invalid
+from vlm.requests.errors import ApiError, invalid
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[list[str]]]

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 
-from vlm.api.errors import ApiError, invalid
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import Deleted, FileList, FileOut, errors
 from vlm.api.service import caller_of, service_of
 from vlm.api.storage.files import StoredFile, check_purpose
+from vlm.requests.errors import ApiError, invalid
 
 router = APIRouter(route_class=ServiceRoute)
 

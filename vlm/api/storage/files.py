@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlm.api.errors import ApiError, invalid
+from vlm.requests.errors import ApiError, invalid
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 PURPOSES = ("batch", "batch_output", "vision", "user_data")

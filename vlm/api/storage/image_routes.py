@@ -10,15 +10,15 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 
 from preprocess.types import ImageError
-from vlm.api.chat.media import Inline, check_base64_size, decode_base64, parse_url
 from vlm.api.costs import grid_out
-from vlm.api.errors import ApiError, invalid
 from vlm.api.guard.routes import ServiceRequest, ServiceRoute
 from vlm.api.responses import Deleted, StoredImage, errors
-from vlm.api.schemas import ImageUpload
 from vlm.api.service import Service, caller_of, service_of
 from vlm.api.storage.image_store import Entry, image_id
 from vlm.pipeline import ImageInput, PlannedImage
+from vlm.requests.errors import ApiError, invalid
+from vlm.requests.media import Inline, check_base64_size, decode_base64, parse_url
+from vlm.requests.schemas import ImageUpload
 
 router = APIRouter(route_class=ServiceRoute)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vlm.api.errors import ApiError
 from vlm.config import MEBIBYTE, ServeConfig
+from vlm.requests.errors import ApiError
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable, open_store
 
 MISSING = "This image is not stored (any more). Upload it again, then repeat the request."

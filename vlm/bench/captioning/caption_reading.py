@@ -15,7 +15,7 @@ from typing import Any
 from vlm.bench.harness.pages import encode
 from vlm.bench.harness.results import result, say
 from vlm.config import DEFAULT_MODEL
-from vlm.train.documents import Document
+from vlm.train.drawing.documents import Document
 from vlm.train.evaluate import edit_distance, held_out_documents
 
 RESAMPLES = 2000

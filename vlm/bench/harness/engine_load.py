@@ -18,7 +18,7 @@ from preprocess.stage import preprocess
 from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
-from vlm.train.documents import make_document
+from vlm.train.drawing.documents import make_document
 from workers.local.engine_runner import EngineRunner
 
 

@@ -9,7 +9,7 @@ from random import Random
 
 from PIL import Image
 
-from vlm.train.documents import HELD_OUT_SEED, make_document
+from vlm.train.drawing.documents import HELD_OUT_SEED, make_document
 
 KINDS = ("receipt", "invoice", "label", "sign", "shapes")
 PDF_PAGES = 20

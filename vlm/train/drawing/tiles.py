@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from vlm.train.layout import Glyph
-from vlm.train.shapes import COLOURS, SHAPES, Spot
+from vlm.train.drawing.layout import Glyph
+from vlm.train.drawing.shapes import COLOURS, SHAPES, Spot
 
 TILE = 128
 PATCH = 16

@@ -9,7 +9,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from vlm.train.fonts import FAMILIES, font
+from vlm.train.drawing.fonts import FAMILIES, font
 
 LINE_PITCH = 32
 HALF_CAPITAL = 0.365  # of the font size: DejaVu's capitals are 0.729 high

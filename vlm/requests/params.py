@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from llm.request import Priority, SamplingParams
-from vlm.api.errors import invalid, unknown_model
-from vlm.api.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
 from vlm.config import ServeConfig
+from vlm.requests.errors import invalid, unknown_model
+from vlm.requests.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
 
 _CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),

@@ -11,8 +11,8 @@ from random import Random
 
 from PIL import Image
 
-from vlm.train import layout, shapes, words
-from vlm.train.layout import Glyph, Page
+from vlm.train.drawing import layout, shapes, words
+from vlm.train.drawing.layout import Glyph, Page
 
 HELD_OUT_SEED = 10**9
 """Training draws seeds below it. From it on, three of four documents name a seller training never shows."""

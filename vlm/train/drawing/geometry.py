@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlm.train.tiles import PATCH, TILE
+from vlm.train.drawing.tiles import PATCH, TILE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from llm.request import SamplingParams
 from preprocess.types import ImageError
 from vlm.pipeline import ChatMessage, ImageInput
-from vlm.strict_json import MAX_VALUES, TooManyValues, parse
+from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
 
 ENDPOINT = "/v1/chat/completions"
 MAX_LINE_BYTES = 64 << 20
@@ -98,10 +98,10 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
     from fastapi import HTTPException
     from pydantic import ValidationError
 
-    from vlm.api.chat.params import check_supported, sampling_params
-    from vlm.api.errors import ApiError
-    from vlm.api.schemas import ChatRequest
     from vlm.config import ServeConfig
+    from vlm.requests.errors import ApiError
+    from vlm.requests.params import check_supported, sampling_params
+    from vlm.requests.schemas import ChatRequest
 
     if not line.is_strict:
         raise BadLine(*NOT_STRICT, line.custom_id)
@@ -130,8 +130,8 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
 
 
 def _parts(content: Any, where: str) -> tuple[str | ImageInput, ...]:
-    from vlm.api.chat.media import Inline, decode_base64, parse_url
-    from vlm.api.schemas import ImageUrl
+    from vlm.requests.media import Inline, decode_base64, parse_url
+    from vlm.requests.schemas import ImageUrl
 
     if content is None or isinstance(content, str):
         return (content or "",)

@@ -6,7 +6,7 @@ import binascii
 import re
 from dataclasses import dataclass
 
-from vlm.api.errors import invalid
+from vlm.requests.errors import invalid
 
 IMAGE_ID = re.compile(r"img-[0-9a-f]{32}")
 _CHUNK = 1 << 20  # base64 characters between two moments at which other threads may run; a multiple of 4
