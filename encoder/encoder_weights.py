@@ -1,4 +1,4 @@
-"""Builds an Encoder from a Hugging Face checkpoint or an open_clip tower. Only safetensors are read."""
+"""Builds an Encoder from a checkpoint's tensors or an open_clip tower. Only safetensors are read."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ from torch import Tensor, nn
 
 from encoder.checkpoint import CheckpointError, TensorEntry, check_names, read_header, read_index
 from encoder.connector import build_connector
-from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig, TowerConfig
+from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig
 from encoder.model import Encoder
 from encoder.openclip import open_clip_tower
-from encoder.revision import is_visual, open_clip_revision, open_clip_trunk, revision_of
+from encoder.revision import open_clip_revision, open_clip_trunk, revision_of
+from encoder.tensor_names import Source, VisualNames
 from encoder.tower import Tower
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 OPEN_CLIP_TRUNK = "visual.trunk."
 
-HF_TOWER = "model.vision_model."
-HF_POSITIONS = HF_TOWER + "embeddings.position_embedding.weight"
-HF_CONNECTOR = "model.connector.modality_projection.proj.weight"
-
-Sources = dict[str, tuple[str, ...]]  # our parameter: the checkpoint's tensors that make it, joined by rows
+Sources = Mapping[str, Source]
 
 
 def load_encoder(
-    directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    directory: Path,
+    config: EncoderConfig,
+    names: VisualNames,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Encoder:
-    """Tower and connector of a SmolVLM or Idefics3 directory.
+    """Tower and connector of a checkpoint directory, whose family gives `config` and `names`.
 
-    Raises EncoderConfigError or CheckpointError: a name that is missing, unexpected or of another shape.
+    Raises CheckpointError: a name that is missing, unexpected or of another shape.
     """
-    config = EncoderConfig.from_directory(directory)
-    entries = {name: entry for name, entry in read_index(directory).items() if is_visual(name)}
+    entries = {name: entry for name, entry in read_index(directory).items() if names.is_visual(name)}
     tower, connector = _meta_modules(config)
-    tower_sources = hf_tower_sources(config.tower)
-    connector_sources: Sources = {"proj.weight": (HF_CONNECTOR,)}
-    expected = _expected(tower, tower_sources) | _expected(connector, connector_sources)
-    expected[HF_POSITIONS] = (config.tower.num_patches, config.tower.width)
-    check_names(expected, entries)
-    weights = _read(entries, tower_sources, dtype)
-    weights["pos_embed"] = weights["pos_embed"][bucketed_positions(config.geometry.grid_side)][None]
-    tower.load_state_dict(weights, assign=True)
-    connector.load_state_dict(_read(entries, connector_sources, dtype), assign=True)
+    tower_sources, connector_sources = names.resolve(entries)
+    check_names(
+        _expected(tower, tower_sources, config) | _expected(connector, connector_sources, config), entries
+    )
+    tower.load_state_dict(_read(entries, tower_sources, dtype, config), assign=True)
+    connector.load_state_dict(_read(entries, connector_sources, dtype, config), assign=True)
     return Encoder(config, tower.to(device), connector.to(device), revision_of(config, entries))
 
 
@@ -75,27 +73,10 @@ def load_open_clip(
     tower, joiner = _meta_modules(config)
     trunk = open_clip_trunk(pretrained) if pretrained is not None else None
     joined = read_header(connector_weights) if connector_weights is not None else None
-    _fill(tower, trunk, OPEN_CLIP_TRUNK, generator, dtype)
-    _fill(joiner, joined, "", generator, dtype)
+    _fill(tower, config, trunk, OPEN_CLIP_TRUNK, generator, dtype)
+    _fill(joiner, config, joined, "", generator, dtype)
     revision = open_clip_revision(config, name, pretrained, connector_weights, seed)
     return Encoder(config, tower.to(device), joiner.to(device), revision)
-
-
-def hf_tower_sources(config: TowerConfig) -> Sources:
-    """Where `transformers` keeps each of the tower's parameters; q, k and v are one matrix here."""
-    sources: Sources = {"pos_embed": (HF_POSITIONS,)}
-    for leaf in ("weight", "bias"):
-        sources[f"patch_embed.proj.{leaf}"] = (f"{HF_TOWER}embeddings.patch_embedding.{leaf}",)
-        sources[f"norm.{leaf}"] = (f"{HF_TOWER}post_layernorm.{leaf}",)
-        for index in range(config.num_layers):
-            ours, theirs = f"blocks.{index}", f"{HF_TOWER}encoder.layers.{index}"
-            sources[f"{ours}.norm1.{leaf}"] = (f"{theirs}.layer_norm1.{leaf}",)
-            sources[f"{ours}.norm2.{leaf}"] = (f"{theirs}.layer_norm2.{leaf}",)
-            sources[f"{ours}.attn.qkv.{leaf}"] = tuple(f"{theirs}.self_attn.{x}_proj.{leaf}" for x in "qkv")
-            sources[f"{ours}.attn.proj.{leaf}"] = (f"{theirs}.self_attn.out_proj.{leaf}",)
-            sources[f"{ours}.mlp.fc1.{leaf}"] = (f"{theirs}.mlp.fc1.{leaf}",)
-            sources[f"{ours}.mlp.fc2.{leaf}"] = (f"{theirs}.mlp.fc2.{leaf}",)
-    return sources
 
 
 def bucketed_positions(side: int) -> Tensor:
@@ -116,19 +97,23 @@ def _meta_modules(config: EncoderConfig) -> tuple[nn.Module, nn.Module]:
         return Tower(config.tower), build_connector(config.connector, config.tower)
 
 
-def _expected(module: nn.Module, sources: Sources) -> dict[str, tuple[int, ...]]:
+def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint's tensors that `sources` names."""
     shapes = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    return {
-        source: (shapes[key][0] // len(names), *shapes[key][1:])
-        for key, names in sources.items()
-        for source in names
-    }
+    expected: dict[str, tuple[int, ...]] = {}
+    for key, source in sources.items():
+        shape = (shapes[key][0] // len(source.names), *shapes[key][1:])
+        if source.fold == "bucketed_positions":
+            shape = (config.tower.num_patches, config.tower.width)
+        expected |= dict.fromkeys(source.names, shape)
+    return expected
 
 
-def _read(entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read(
+    entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dtype, config: EncoderConfig
+) -> dict[str, Tensor]:
     """Reads only the named tensors, file by file, each converted as it is read."""
-    wanted = {name for names in sources.values() for name in names}
+    wanted = {name for source in sources.values() for name in source.names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
@@ -138,14 +123,21 @@ def _read(entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dty
             for name in sorted(wanted):
                 if entries[name].file == file:
                     parts[name] = handle.get_tensor(name).to(dtype)
-    return {
-        key: torch.cat([parts.pop(name) for name in names]) if len(names) > 1 else parts.pop(names[0])
-        for key, names in sources.items()
-    }
+    return {key: _made(source, parts, config) for key, source in sources.items()}
+
+
+def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Tensor:
+    """One parameter of ours out of its tensors, which are let go."""
+    tensors = [parts.pop(name) for name in source.names]
+    joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if source.fold == "bucketed_positions":
+        return joined[bucketed_positions(config.geometry.grid_side)][None]
+    return joined
 
 
 def _fill(
     module: nn.Module,
+    config: EncoderConfig,
     entries: dict[str, TensorEntry] | None,
     prefix: str,
     generator: torch.Generator,
@@ -155,9 +147,9 @@ def _fill(
     if entries is None:
         module.load_state_dict(_draw(module, generator, dtype), assign=True)
         return
-    sources: Sources = {key: (prefix + key,) for key in module.state_dict()}
-    check_names(_expected(module, sources), entries)
-    module.load_state_dict(_read(entries, sources, dtype), assign=True)
+    sources = {key: Source((prefix + key,)) for key in module.state_dict()}
+    check_names(_expected(module, sources, config), entries)
+    module.load_state_dict(_read(entries, sources, dtype, config), assign=True)
 
 
 def _draw(module: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:

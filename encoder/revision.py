@@ -12,21 +12,16 @@ from pathlib import Path
 
 from encoder.checkpoint import TensorEntry, read_header, read_index
 from encoder.encoder_config import EncoderConfig
+from encoder.tensor_names import VisualNames
 
-TEXT_PREFIXES = ("model.text_model.", "lm_head.")
 OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't
 CHUNK_BYTES = 1 << 20
 
 
-def encoder_revision(directory: Path) -> str:
+def encoder_revision(directory: Path, config: EncoderConfig, names: VisualNames) -> str:
     """64 hex digits over the vision and connector weights and the settings that shape their output."""
-    entries = {name: entry for name, entry in read_index(directory).items() if is_visual(name)}
-    return revision_of(EncoderConfig.from_directory(directory), entries)
-
-
-def is_visual(name: str) -> bool:
-    """Whatever isn't the decoder's belongs to the encoder, so that no name falls between the two."""
-    return not name.startswith(TEXT_PREFIXES)
+    entries = {name: entry for name, entry in read_index(directory).items() if names.is_visual(name)}
+    return revision_of(config, entries)
 
 
 def revision_of(config: EncoderConfig, entries: dict[str, TensorEntry], *extra: str) -> str:

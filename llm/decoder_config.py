@@ -16,8 +16,6 @@ import numpy as np
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-VLM_TYPES = ("smolvlm", "idefics3")
-
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -165,18 +163,13 @@ class DecoderConfig:
     windows: tuple[int, ...]  # per layer: keys a query sees, itself included; 0 is all
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """From a config.json's content: a VLM's (its text_config) or a plain decoder's.
+    def from_hf(cls, text: Mapping[str, Any], *, tied: bool | None = None) -> DecoderConfig:
+        """From a plain decoder's config.json, or from the decoder's part of another model's.
 
-        Raises ConfigError for what the decoder does not implement.
+        `tied`, where given, wins over the part's own `tie_word_embeddings`. Raises ConfigError for what the
+        decoder does not implement.
         """
-        tied = config.get("tie_word_embeddings")
-        text = config
-        if config.get("model_type") in VLM_TYPES:
-            nested = config.get("text_config")
-            text = {"model_type": "llama", "rms_norm_eps": 1e-5} if nested is None else nested
-            tied = bool(tied)
-        architecture = text.get("model_type", "llama" if text is not config else None)
+        architecture = text.get("model_type")
         if architecture not in _DEFAULTS:
             raise ConfigError(
                 f"decoder type {_shown(architecture)} is not supported (supported: {', '.join(_DEFAULTS)})"
@@ -188,9 +181,13 @@ class DecoderConfig:
         return _build(architecture, values)
 
 
-def read_decoder_config(directory: Path) -> DecoderConfig:
-    """Reads `config.json` of a checkpoint directory; ConfigError when it is absent or not a JSON object."""
-    return DecoderConfig.from_hf(read_json_object(directory / "config.json"))
+@dataclass(frozen=True, slots=True)
+class TextNames:
+    """Where a checkpoint keeps the decoder's tensors: each tuple is tried in order."""
+
+    prefixes: tuple[str, ...] = ("model.",)  # of `embed_tokens.weight`, `layers.N.` and `norm.weight`
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    others: tuple[str, ...] = ()  # prefixes of what isn't the decoder's
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from preprocess.cut import cut
 from preprocess.decode import WHITE, decode_header
 from preprocess.limits import ImageLimits
 from preprocess.probe import open_header
-from preprocess.tiling import Idefics3Tiling, image_processor_section, tiling_from_json
+from preprocess.tiling import tiling_from_json
 from preprocess.types import Detail, Tiles, TilingRule, Variant
 
 _KEY_VERSION = "tiles-1"
@@ -42,22 +42,6 @@ class PreprocessSpec:
             raise ValueError("resample must be the number of a Pillow filter")
         if len(self.background) != 3 or not all(_is_int(v) and 0 <= v <= 255 for v in self.background):
             raise ValueError("background must be three integers from 0 to 255")
-
-    @classmethod
-    def from_processor_config(
-        cls,
-        config: Mapping[str, object],
-        *,
-        detail: Detail = "auto",
-        variant: Variant = "fast",
-        background: tuple[int, int, int] = WHITE,
-    ) -> PreprocessSpec:
-        """From the Idefics3 family's processor_config.json or preprocessor_config.json. Raises ValueError."""
-        resample = image_processor_section(config).get("resample", int(Image.Resampling.LANCZOS))
-        if not isinstance(resample, int):
-            raise ValueError("resample must be the number of a Pillow filter")
-        rule = Idefics3Tiling.from_processor_config(config)
-        return cls(rule, detail, variant, background, resample)
 
     def to_json(self) -> dict[str, object]:
         return {

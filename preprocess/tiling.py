@@ -10,8 +10,6 @@ from typing import ClassVar
 from preprocess.types import Detail, ResizePlan, TileGrid, TilingRule
 
 _MAX_CANVAS_EDGE = 4096  # the family's own bound on the resized image
-_FAMILY_TILE_SIZE = 364  # where a processor config is silent
-_PROCESSOR_TYPES = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,6 @@ class Idefics3Tiling:
 
     def __post_init__(self) -> None:
         _check_positive(tile_size=self.tile_size, longest_edge=self.longest_edge)
-
-    @classmethod
-    def from_processor_config(cls, config: Mapping[str, object]) -> Idefics3Tiling:
-        """From processor_config.json or preprocessor_config.json. Raises ValueError for another family."""
-        section = image_processor_section(config)
-        return cls(
-            tile_size=_edge(section, "max_image_size", _FAMILY_TILE_SIZE),
-            longest_edge=_edge(section, "size", 4 * _FAMILY_TILE_SIZE),
-            split=bool(section.get("do_image_splitting", True)),
-        )
 
     def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid:
         return self.plan(width, height, detail).grid
@@ -151,29 +139,6 @@ def tiling_from_json(raw: Mapping[str, object]) -> TilingRule:
         return rules[str(name)](**fields)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"missing or unknown key in tiling rule {name}") from None
-
-
-def image_processor_section(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The image processor's part of either config file. Raises ValueError for another family."""
-    section = config.get("image_processor", config)
-    if not isinstance(section, Mapping):
-        raise ValueError("image_processor must be an object")
-    kind = str(section.get("image_processor_type", _PROCESSOR_TYPES[0]))
-    if kind.removesuffix("Fast").removesuffix("Pil") not in _PROCESSOR_TYPES:
-        raise ValueError(f"image_processor_type must be one of {', '.join(_PROCESSOR_TYPES)}")
-    if not section.get("do_resize", True):
-        raise ValueError("a processor with do_resize false is not supported")
-    return section
-
-
-def _edge(section: Mapping[str, object], key: str, default: int) -> int:
-    value = section.get(key)
-    if value is None:
-        return default
-    edge = value.get("longest_edge") if isinstance(value, Mapping) else None
-    if isinstance(edge, bool) or not isinstance(edge, int):
-        raise ValueError(f"{key} must be an object with an integer longest_edge")
-    return edge
 
 
 def _one_tile(tile: int) -> TileGrid:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from llm.backend.base import Backend, StepItem, StepPlan, VisualSlice
 from llm.backend.ragged import PlanError
-from llm.checkpoint.decoder_weights import BackendName, load_backend
+from llm.checkpoint.decoder_weights import BackendName
+from vlm.loading import load_backend
 
 BACKENDS: tuple[BackendName, ...] = ("torch", "native")
 SHAPES = ("llama_group3_llama3_rope", "llama_yarn_odd_sizes", "qwen3_attention_bias", "mistral_sliding")

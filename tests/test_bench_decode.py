@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llm.backend.native_build import why_unavailable
-from llm.checkpoint.decoder_weights import load_backend
 from vlm.bench.decode_bench import BLOCK, CONTEXT, DEFAULT_MODEL, Peer, Streams, against_transformers, batch8
+from vlm.loading import load_backend
 
 
 def test_both_sides_decode_the_same_tokens() -> None:

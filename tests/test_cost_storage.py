@@ -11,7 +11,6 @@ from decoders import CONFIGS, random_decoder
 from fidelity import DEFAULT_MODEL
 
 from llm.backend.native_build import why_unavailable
-from llm.checkpoint.decoder_weights import load_backend
 from llm.cost import (
     DecoderShape,
     kv_block_bytes,
@@ -23,8 +22,9 @@ from llm.cost import (
     weights_read,
 )
 from llm.cost.storage import padded
-from llm.decoder_config import read_decoder_config
 from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightStorage, storage_of
+from vlm.checkpoint import Checkpoint
+from vlm.loading import load_backend
 from vlm.plan.cli import kv as plan_kv
 
 needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -36,7 +36,7 @@ CACHES: list[KvStorage] = [option for option in KV_OPTIONS if option != "auto"]
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weight_buffers_are_as_counted(name: str, tmp_path: Path) -> None:
     path, _ = random_decoder(tmp_path, name)
-    config = read_decoder_config(path)
+    config = Checkpoint.read(path).decoder
     for storage in WEIGHTS:
         engine: Any = load_backend(path, num_blocks=8, backend="native", weights=storage)
         counted = native_weight_bytes(config, storage, "float32", engine.max_positions)
@@ -47,7 +47,7 @@ def test_weight_buffers_are_as_counted(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama_mqa8_bias", "llama_yarn_odd_sizes", "qwen3_qk_norm_wide_head"])
 def test_a_budget_holds_its_blocks_and_not_one_more(name: str, backend: Any, tmp_path: Path) -> None:
     path, _ = random_decoder(tmp_path, name)
-    c = read_decoder_config(path)
+    c = Checkpoint.read(path).decoder
     for cache in CACHES:
         dtype = cache if backend == "torch" and cache != "int8" else "float32"
         engine: Any = load_backend(path, kv_bytes=100_000, backend=backend, dtype=dtype, kv=cache)
@@ -62,7 +62,7 @@ def test_a_budget_holds_its_blocks_and_not_one_more(name: str, backend: Any, tmp
 def test_vlm_plan_prints_what_the_default_model_holds(
     weights: WeightStorage, cache: KvStorage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = read_decoder_config(DEFAULT_MODEL).max_positions // 16
+    blocks = Checkpoint.read(DEFAULT_MODEL).decoder.max_positions // 16
     engine: Any = load_backend(DEFAULT_MODEL, num_blocks=blocks, backend="native", weights=weights, kv=cache)
     plan_kv(
         "default", "h100", context=16 * blocks, sequences=1, weights=weights, kv_storage=cache, as_json=True
@@ -74,7 +74,7 @@ def test_vlm_plan_prints_what_the_default_model_holds(
 
 
 def test_the_bytes_of_a_step_are_those_that_are_read() -> None:
-    config = read_decoder_config(DEFAULT_MODEL)
+    config = Checkpoint.read(DEFAULT_MODEL).decoder
     shape = DecoderShape.from_config(json.loads((DEFAULT_MODEL / "config.json").read_text()))
     for storage in WEIGHTS:
         precision = stored_precision(shape, storage, "int8", config, "bfloat16")

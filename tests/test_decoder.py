@@ -12,7 +12,7 @@ from fidelity import DEFAULT_MODEL
 from transformers import AutoModelForImageTextToText
 
 from llm.backend.base import StepItem, StepPlan, VisualSlice
-from llm.checkpoint.decoder_weights import load_backend
+from vlm.loading import load_backend
 
 NUM_POSITIONS = 64
 LOGITS_BOUND = 1e-3

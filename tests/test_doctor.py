@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from encoder.geometry import TowerShape
 from llm.cost import Chunk, DecoderShape, Machine, Precision, decode_time, step_time
-from llm.decoder_config import read_decoder_config
+from vlm.checkpoint import Checkpoint
 from vlm.plan.labs.image_lab import encode_time
 from vlm.plan.machine.calibration import describe, preprocess_seconds
 from vlm.plan.machine.probes import (
@@ -113,10 +113,9 @@ class MadeUpTower:
 
 
 def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
-    from encoder.encoder_config import EncoderConfig
 
     probes: list[Any] = [
-        MadeUpTower(EncoderConfig.from_directory(write_checkpoint(tmp_path / str(i), sizes)).shape)
+        MadeUpTower(Checkpoint.read(write_checkpoint(tmp_path / str(i), sizes)).encoder.shape)
         for i, sizes in enumerate(TOWERS)
     ]
     call_s, layer_s, rate, element_s = fit_tower(probes, 2e11, lambda length: length * 1e-4)
@@ -158,7 +157,7 @@ def test_a_random_checkpoint_is_complete_and_of_its_sizes(tmp_path: Path) -> Non
 
     write_checkpoint(tmp_path, Sizes(num_layers=3, vision_layers=1, tied=False))
     model = load_model(str(tmp_path))
-    assert model.tower is not None and read_decoder_config(tmp_path).num_layers == 3
+    assert model.tower is not None and Checkpoint.read(tmp_path).decoder.num_layers == 3
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         stored = sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
     assert stored == model.decoder.num_params + model.tower.num_params

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from fidelity import DEFAULT_MODEL
 
-from encoder.encoder_config import EncoderConfig, EncoderConfigError, TowerConfig
+from encoder.encoder_config import EncoderConfigError, TowerConfig
+from llm.decoder_config import ConfigError
+from vlm.checkpoint import Checkpoint
+from vlm.families.registry import family_of
 
 HF = {
     "model_type": "smolvlm",
@@ -28,7 +31,7 @@ def changed(**vision: object) -> dict:
 
 
 def test_default_checkpoints_geometry() -> None:
-    config = EncoderConfig.from_directory(DEFAULT_MODEL)
+    config = Checkpoint.read(DEFAULT_MODEL).encoder
     assert config.geometry.tokens_per_tile == 16
     assert config.connector.d_model == 128
     assert config.normalisation.mean == (0.5, 0.5, 0.5)
@@ -49,7 +52,7 @@ def test_what_a_config_leaves_out_has_the_familys_default() -> None:
             "size": {"longest_edge": 2048},
         },
     }
-    config = EncoderConfig.from_hf(published)
+    config = family_of(published).encoder(published, {})
     assert config.tower == TowerConfig(768, 12, 12, 3072, 512, 16, "gelu_tanh", 1e-6)
     assert config.geometry.tokens_per_tile == 64
 
@@ -59,17 +62,16 @@ def test_both_layouts_of_processor_settings_are_read(tmp_path: Path) -> None:
     settings = {"image_mean": [0.1, 0.2, 0.3], "image_std": 0.25, "rescale_factor": 0.5}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
-    old = EncoderConfig.from_directory(tmp_path)
+    old = Checkpoint.read(tmp_path).encoder
     assert (old.normalisation.mean, old.normalisation.std) == ((0.1, 0.2, 0.3), (0.25, 0.25, 0.25))
     assert old.normalisation.scale == 0.5
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_normalize": False}}))
-    assert EncoderConfig.from_directory(tmp_path).normalisation.mean == (0.0, 0.0, 0.0)
+    assert Checkpoint.read(tmp_path).encoder.normalisation.mean == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (HF | {"model_type": "llava"}, "model_type must be one of smolvlm, idefics3"),
         (changed(num_channels=1), "num_channels must be 3"),
         (changed(hidden_act="relu"), "hidden_act must be one of"),
         (changed(image_size=[64, 32]), "image_size must be square"),
@@ -80,19 +82,28 @@ def test_both_layouts_of_processor_settings_are_read(tmp_path: Path) -> None:
 )
 def test_what_this_encoder_cannot_do_is_an_error_that_names_it(config: dict, message: str) -> None:
     with pytest.raises(EncoderConfigError, match=message):
-        EncoderConfig.from_hf(config)
+        family_of(config).encoder(config, {})
 
 
 def test_missing_and_broken_files_are_errors_without_paths(tmp_path: Path) -> None:
-    with pytest.raises(EncoderConfigError, match=r"no readable config\.json"):
-        EncoderConfig.from_directory(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        Checkpoint.read(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(EncoderConfigError, match=r"config\.json can't be read") as caught:
-        EncoderConfig.from_directory(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json is not readable JSON") as caught:
+        Checkpoint.read(tmp_path)
     assert str(tmp_path) not in str(caught.value)
 
 
 def test_geometry_config_revision_cache_and_batcher_load_no_torch() -> None:
-    modules = ("geometry", "config", "checkpoint", "revision", "openclip", "cache", "batcher")
+    modules = (
+        "geometry",
+        "encoder_config",
+        "tensor_names",
+        "checkpoint",
+        "revision",
+        "openclip",
+        "cache",
+        "batcher",
+    )
     code = f"import sys, {', '.join(f'encoder.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0

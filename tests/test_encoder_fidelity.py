@@ -8,7 +8,8 @@ import torch
 from fidelity import DEFAULT_MODEL, SPECS, random_checkpoint, reference, top_two_gap
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionConfig, SmolVLMVisionEmbeddings
 
-from encoder.encoder_weights import bucketed_positions, load_encoder
+from encoder.encoder_weights import bucketed_positions
+from vlm.loading import load_encoder
 
 
 def random_tiles(count: int, size: int, seed: int = 0) -> np.ndarray:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from encoder.checkpoint import CheckpointError, read_index
 from encoder.encoder_config import EncoderConfigError, TowerConfig
-from encoder.encoder_weights import load_encoder, load_open_clip
-from encoder.revision import encoder_revision
+from encoder.encoder_weights import load_open_clip
+from vlm.checkpoint import Checkpoint
+from vlm.loading import load_encoder
 
 State = dict[str, torch.Tensor]
 NORM = "model.vision_model.post_layernorm.weight"
@@ -68,7 +69,7 @@ def test_one_file_and_several_give_the_same_encoder(tmp_path: Path) -> None:
     sharded = random_checkpoint(tmp_path / "several", seed=4, shard_size="40KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert torch.equal(tokens(single), tokens(sharded))
-    assert encoder_revision(single) == encoder_revision(sharded)
+    assert Checkpoint.read(single).revision == Checkpoint.read(sharded).revision
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -117,14 +118,14 @@ def test_files_that_are_cut_short_missing_or_elsewhere_are_errors(tmp_path: Path
 def test_revision_follows_the_visual_weights_and_settings_and_nothing_else(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    base = encoder_revision(checkpoint)
+    base = Checkpoint.read(checkpoint).revision
     assert len(base) == 64 and base == load_encoder(checkpoint).revision
 
     def nudged(name: str) -> str:
         def nudge(state: State) -> None:
             state[name].view(-1)[:1].add_(1)
 
-        return encoder_revision(edited(checkpoint, tmp_path / name, nudge))
+        return Checkpoint.read(edited(checkpoint, tmp_path / name, nudge)).revision
 
     assert nudged("model.text_model.norm.weight") == base
     assert nudged(NORM) != base and nudged(CONNECTOR) != base
@@ -133,7 +134,7 @@ def test_revision_follows_the_visual_weights_and_settings_and_nothing_else(
     changed = tmp_path / "settings"
     shutil.copytree(checkpoint, changed)
     (changed / "processor_config.json").write_text(json.dumps(settings))
-    assert encoder_revision(changed) != base
+    assert Checkpoint.read(changed).revision != base
 
 
 def test_every_visual_tensor_of_a_checkpoint_is_used(checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm.decoder_config import ConfigError, DecoderConfig
+from vlm.families import idefics3
 
 LINEAR = {"rope_type": "linear"}
 LLAMA = SMALL | {"model_type": "llama"}
@@ -20,9 +21,9 @@ LLAMA = SMALL | {"model_type": "llama"}
 
 def test_a_vlm_config_is_read_from_its_text_config_and_tied_by_the_outer_flag() -> None:
     outer = {"model_type": "smolvlm", "text_config": LLAMA | {"tie_word_embeddings": False}}
-    assert not DecoderConfig.from_hf(outer).tied_embeddings
-    assert DecoderConfig.from_hf(outer | {"tie_word_embeddings": True}).tied_embeddings
-    assert DecoderConfig.from_hf(outer).num_kv_heads == 2
+    assert not idefics3.decoder(outer).tied_embeddings
+    assert idefics3.decoder(outer | {"tie_word_embeddings": True}).tied_embeddings
+    assert idefics3.decoder(outer).num_kv_heads == 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])

@@ -12,8 +12,9 @@ from decoders import random_decoder, run_chunks
 from fidelity import CheckpointSpec, random_checkpoint
 from safetensors.torch import load_file, save_file
 
-from llm.checkpoint.decoder_weights import WeightsError, load_backend, load_weights
-from llm.decoder_config import ConfigError, read_decoder_config
+from llm.checkpoint.decoder_weights import WeightsError
+from llm.decoder_config import ConfigError
+from vlm.loading import load_backend, load_weights
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def edit(path: Path, change: object) -> None:
 
 
 def load(path: Path) -> None:
-    load_weights(path, read_decoder_config(path))
+    load_weights(path)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,13 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
 
 def test_a_tied_checkpoint_may_hold_its_head_and_a_differing_head_wins(tmp_path: Path) -> None:
     path = random_checkpoint(tmp_path, 0, spec=CheckpointSpec(tied=True))
-    config = read_decoder_config(path)
-    plain = load_weights(path, config)
+    plain = load_weights(path)
     assert plain.lm_head is plain.embedding
     edit(path, lambda t: t.update({"lm_head.weight": t["model.text_model.embed_tokens.weight"].clone()}))
-    same = load_weights(path, config)
+    same = load_weights(path)
     assert same.lm_head is same.embedding
     edit(path, lambda t: t.update({"lm_head.weight": t["model.text_model.embed_tokens.weight"] + 1}))
-    other = load_weights(path, config)
+    other = load_weights(path)
     assert not torch.equal(other.lm_head, other.embedding)
 
 

@@ -19,8 +19,8 @@ from llm.backend.base import StepItem, StepPlan
 from llm.backend.native import NativeBackend
 from llm.backend.native_build import NativeUnavailable, load_library, why_unavailable
 from llm.backend.torch_backend import TorchBackend
-from llm.checkpoint.decoder_weights import load_backend, load_weights
-from llm.decoder_config import read_decoder_config
+from vlm.checkpoint import Checkpoint
+from vlm.loading import load_backend, load_weights
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETTINGS = settings(
@@ -50,8 +50,8 @@ def test_logits_equal_torch_and_any_chunking_is_bitwise_equal(name: str, tmp_pat
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
     path, _ = random_decoder(tmp_path_factory.mktemp("decoder"), "llama_group3_llama3_rope")
-    config = read_decoder_config(path)
-    return NativeBackend(config, load_weights(path, config), num_blocks=130)
+    config = Checkpoint.read(path).decoder
+    return NativeBackend(config, load_weights(path), num_blocks=130)
 
 
 @SETTINGS
@@ -84,8 +84,8 @@ def test_a_row_is_bitwise_the_same_alone_and_in_any_crowd(
 
 
 def test_a_bfloat16_checkpoint_is_stored_in_half_the_bytes_without_a_difference() -> None:
-    config = read_decoder_config(DEFAULT_MODEL)
-    weights = load_weights(DEFAULT_MODEL, config)
+    config = Checkpoint.read(DEFAULT_MODEL).decoder
+    weights = load_weights(DEFAULT_MODEL)
     small = NativeBackend(config, weights, num_blocks=8)
     wide = NativeBackend(config, weights, num_blocks=8, weight_storage="float32")
     assert small.weight_bytes * 2 == wide.weight_bytes

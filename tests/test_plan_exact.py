@@ -22,9 +22,10 @@ from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import TileGrid, TilingRule
 from vlm.cli.tokens import image_cost
+from vlm.families.articles import PlainFormat
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.labs.image_lab import costs_of_images, plan_image
-from vlm.prompt import ImagePart, Message, PlainFormat
+from vlm.prompt import ImagePart, Message
 from vlm.spec import BLOCK_SIZE, ModelSpec
 
 RULES: list[tuple[TilingRule, VisionGeometry]] = [

@@ -17,6 +17,7 @@ from preprocess.probe import probe
 from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import ImageError
+from vlm.families import idefics3
 
 SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
 
@@ -168,14 +169,8 @@ def test_spec_round_trips_and_refuses_what_it_does_not_know() -> None:
 
 
 def test_spec_from_config_takes_the_filter_of_the_processor() -> None:
-    config = {
-        "image_processor": {
-            "resample": 3,
-            "size": {"longest_edge": 10},
-            "max_image_size": {"longest_edge": 5},
-        }
-    }
-    spec = PreprocessSpec.from_processor_config(config, variant="exact")
+    settings = {"resample": 3, "size": {"longest_edge": 10}, "max_image_size": {"longest_edge": 5}}
+    spec = idefics3.preprocess({}, settings, "exact")
     assert spec == PreprocessSpec(Idefics3Tiling(5, 10), "auto", "exact", (255, 255, 255), 3)
 
 

@@ -17,7 +17,8 @@ from llm.request import VisualKey
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
 from vlm.config import DEFAULT_MODEL
-from vlm.prompt import ImagePart, Message, PlainFormat
+from vlm.families.articles import PlainFormat
+from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 
 KEY = VisualKey("0" * 64)

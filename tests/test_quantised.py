@@ -24,11 +24,11 @@ from llm.backend.native import NativeBackend
 from llm.backend.native_build import why_unavailable
 from llm.backend.quantise import dequantise_int4, dequantise_int8, quantise_int4, quantise_int8
 from llm.backend.torch_backend import TorchBackend
-from llm.checkpoint.decoder_weights import load_backend, load_weights
-from llm.decoder_config import read_decoder_config
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
 from llm.request import Prompt
+from vlm.checkpoint import Checkpoint
+from vlm.loading import load_backend, load_weights
 
 needs_native = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETTINGS = settings(
@@ -137,9 +137,9 @@ def test_quantised_layers_equal_torch_on_the_multiplied_out_weights(
 ) -> None:
     """Chunks of every path: one row, a few, two tiles of rows, many."""
     path, _ = random_decoder(tmp_path, name)
-    config = read_decoder_config(path)
+    config = Checkpoint.read(path).decoder
     ids, table = ids_of(1, 120), tuple(range(8))
-    reference = TorchBackend(config, multiplied_out(load_weights(path, config), storage), num_blocks=8)
+    reference = TorchBackend(config, multiplied_out(load_weights(path), storage), num_blocks=8)
     want = run_chunks(reference, ids, table, [120])
     native = load_backend(path, num_blocks=8, backend="native", weights=storage)
     whole = run_chunks(native, ids, table, [120])
@@ -155,8 +155,8 @@ def test_inputs_beyond_one_pass_of_the_caches_are_summed_in_the_same_order(
 ) -> None:
     """2100 inputs: a pass of 2048, then a block that is cut short inside a word."""
     path, _ = random_decoder(tmp_path, "llama_gqa2")
-    narrow = read_decoder_config(path)
-    weights, config = load_weights(path, narrow), replace(narrow, d_ff=2100)
+    narrow = Checkpoint.read(path).decoder
+    weights, config = load_weights(path), replace(narrow, d_ff=2100)
     wide = {"gate_up": random_weight(4200, 64, 1), "down": random_weight(64, 2100, 2)}
     weights = replace(weights, layers=tuple(replace(layer, **wide) for layer in weights.layers))
     ids, table = ids_of(5, 100), tuple(range(8))

@@ -22,7 +22,7 @@ OWNERS = {
     "FLOPs or bytes of parameters": ("llm/cost/", "encoder/geometry.py"),
     "visual tokens of tiles": (
         "encoder/",
-        "vlm/prompt.py",  # lays tokens out tile by tile; test_plan_exact.py holds its count to geometry's
+        "vlm/families/",  # lay tokens out tile by tile; test_plan_exact.py holds their counts to geometry's
     ),
     "tiles of a grid": ("preprocess/", "vlm/train/"),  # vlm/train draws grids of its own to learn from
 }

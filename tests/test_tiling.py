@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder.encoder_config import EncoderConfigError
+from llm.decoder_config import ConfigError
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling, tiling_from_json
 from preprocess.types import TileGrid, TilingRule
+from vlm.families import idefics3
+from vlm.families.base import image_processor
 
 SIDES = st.integers(1, 6_000)
 RULES: list[TilingRule] = [
@@ -113,24 +117,28 @@ def test_malformed_json_is_refused(raw: dict[str, object]) -> None:
 def test_config_of_the_default_model() -> None:
     config = json.loads((Path(__file__).parent.parent / "vlm/model/processor_config.json").read_text())
     section = config["image_processor"]
-    rule = Idefics3Tiling.from_processor_config(config)
+    rule = idefics3.tiling(section)
     assert rule.tile_size == section["max_image_size"]["longest_edge"]
     assert rule.longest_edge == section["size"]["longest_edge"]
-    assert Idefics3Tiling.from_processor_config(section) == rule
 
 
 @pytest.mark.parametrize(
     "section",
     [
-        {"image_processor_type": "Qwen2VLImageProcessor"},
         {"size": {"height": 3, "width": 4}},
         {"do_resize": False},
         {"max_image_size": {"longest_edge": "512"}},
     ],
 )
-def test_config_of_another_family_is_refused(section: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"image_processor_type|longest_edge|do_resize"):
-        Idefics3Tiling.from_processor_config(section)
+def test_settings_that_the_rule_does_not_have_are_refused(section: dict[str, object]) -> None:
+    with pytest.raises(EncoderConfigError, match=r"longest_edge|do_resize"):
+        idefics3.tiling(section)
+
+
+def test_another_familys_processor_is_refused() -> None:
+    files = {"preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"}}
+    with pytest.raises(ConfigError, match="image_processor_type must be one of Idefics3ImageProcessor"):
+        image_processor(files, idefics3.PROCESSORS)
 
 
 @pytest.mark.slow

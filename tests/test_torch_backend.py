@@ -11,7 +11,7 @@ from decoders import random_decoder, relative_error, run_chunks
 
 from llm.backend import decoder
 from llm.backend.base import StepItem, StepPlan
-from llm.checkpoint.decoder_weights import load_backend
+from vlm.loading import load_backend
 
 
 def ids_of(seed: int, count: int) -> list[int]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from llm.cost import DecoderShape, Machine, make_swap_rule, stored_precision
-from llm.decoder_config import read_decoder_config, read_json_object
 from llm.engine_config import EngineConfig, SwapRule
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
 from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
+from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
@@ -38,7 +38,8 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
     import torch
 
-    from encoder.encoder_weights import load_encoder, load_open_clip
+    from encoder.encoder_weights import load_open_clip
+    from vlm.loading import load_encoder
 
     torch.set_num_threads(options.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
@@ -46,7 +47,7 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
         return load_encoder(source.directory, device=options.device, dtype=dtype)
     return load_open_clip(
         source.tower,
-        d_model=read_decoder_config(source.directory).d_model,
+        d_model=Checkpoint.read(source.directory).decoder.d_model,
         reduction=OPEN_CLIP_POOLING_SIDE,
         seed=OPEN_CLIP_SEED,
         pretrained=source.tower_file,
@@ -93,8 +94,8 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
             memory_bytes=psutil.virtual_memory().total,
             host_bandwidth=copied,
         )
-        directory = ModelSource.parse(options.model).directory
-        shape = DecoderShape.from_config(read_json_object(directory / "config.json"))
+        checkpoint = Checkpoint.read(ModelSource.parse(options.model).directory)
+        shape = DecoderShape.from_config(checkpoint.config)
         weights = options.dtype if options.weights == "auto" else options.weights
         stored = stored_precision(shape, weights, options.kv_storage)
         return make_swap_rule(shape, machine, stored, BLOCK_SIZE)
@@ -117,11 +118,11 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
 
     `scheduling` replaces the engine settings that `options` would give.
     """
-    from llm.checkpoint.decoder_weights import load_backend
     from llm.constraints.constrain import Grammars
     from llm.engine import Engine
     from llm.text.tokenizer import Tokenizer
     from llm.visuals import VisualSource
+    from vlm.loading import load_backend
 
     source = ModelSource.parse(options.model)
     encoder = build_encoder(source, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -55,59 +55,6 @@ class ImageFormat(Protocol):
     """How an image of a given grid is written into the prompt."""
 
     def run(self, grid: TileGrid) -> TileRun: ...
-
-
-@dataclass(frozen=True)
-class Idefics3Format:
-    """Row/column markers around each tile, a global tile last; a single tile has no markers.
-
-    Source: the SmolVLM and Idefics3 processors' `get_image_prompt_string`.
-    """
-
-    tokenizer: PromptTokenizer
-    tokens_per_tile: int
-    _runs: dict[TileGrid, TileRun] = field(default_factory=dict, init=False, repr=False)
-
-    def run(self, grid: TileGrid) -> TileRun:
-        if grid not in self._runs:
-            if len(self._runs) >= 1024:
-                self._runs.clear()
-            self._runs[grid] = self._make(grid)
-        return self._runs[grid]
-
-    def _make(self, grid: TileGrid) -> TileRun:
-        ids: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        border, image = (
-            self.tokenizer.token_id("<fake_token_around_image>"),
-            self.tokenizer.token_id(PLACEHOLDER),
-        )
-
-        def tile(marker: str) -> None:
-            ids.extend((border, *self.tokenizer.encode(marker)))
-            spans.append((len(ids), self.tokens_per_tile, len(spans) * self.tokens_per_tile))
-            ids.extend([image] * self.tokens_per_tile)
-
-        for row in range(grid.rows):
-            for col in range(grid.cols):
-                tile(f"<row_{row + 1}_col_{col + 1}>")
-            # The last row's line feed and the one before the global tile are one text to the tokenizer.
-            ids.extend(self.tokenizer.encode("\n" if row + 1 < grid.rows else "\n\n"))
-        tile("<global-img>")
-        ids.append(border)
-        return TileRun(tuple(ids), tuple(spans))
-
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """Only the visual tokens, tile after tile, for decoders without image markers (the articles' form)."""
-
-    image_token_id: int
-    tokens_per_tile: int
-
-    def run(self, grid: TileGrid) -> TileRun:
-        length = grid.num_tiles * self.tokens_per_tile
-        return TileRun((self.image_token_id,) * length, ((0, length, 0),))
 
 
 class PromptBuilder:

@@ -6,22 +6,24 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from encoder.encoder_config import ConnectorConfig, EncoderConfig
 from encoder.geometry import VisionGeometry
 from encoder.openclip import open_clip_tower
-from encoder.revision import encoder_revision, open_clip_revision
+from encoder.revision import open_clip_revision
 from llm.cost import DecoderShape, kv_bytes, kv_element_bytes
-from llm.decoder_config import ConfigError, DecoderConfig, read_json_object
+from llm.decoder_config import ConfigError, DecoderConfig
 from llm.request import VisualKey
 from llm.storage import KvStorage
 from llm.text.tokenizer import Tokenizer
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
 from preprocess.types import Detail, TileGrid, Variant
+from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL
-from vlm.prompt import Idefics3Format, ImageFormat, PlainFormat, PromptBuilder
+from vlm.families.articles import PlainFormat
+from vlm.families.base import Family
+from vlm.prompt import ImageFormat, PromptBuilder
 
 _KEY_VERSION = "visual-1"
 BLOCK_SIZE = 16  # positions of a KV block
@@ -86,6 +88,7 @@ def _existing(path: Path) -> Path | None:
 class ModelSpec:
     name: str  # as clients see it
     source: ModelSource
+    family: Family | None  # None: the articles' form, a tower of open_clip's beside a plain decoder
     decoder: DecoderConfig
     shape: DecoderShape
     geometry: VisionGeometry
@@ -102,26 +105,26 @@ class ModelSpec:
         Raises ConfigError (or the package's own ValueError) where it isn't a checkpoint of a known family.
         """
         source = ModelSource.parse(model)
-        directory = source.directory
-        config = read_json_object(directory / "config.json")
-        decoder = DecoderConfig.from_hf(config)
+        checkpoint = Checkpoint.read(source.directory)
+        decoder = checkpoint.decoder
         if source.tower:
+            family = None
             encoder = source.open_clip_config(decoder.d_model)
             preprocess = PreprocessSpec(AspectGridTiling(encoder.tower.image_size), variant=variant)
             revision = open_clip_revision(
                 encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
             )
         else:
-            encoder = EncoderConfig.from_directory(directory)
-            preprocess = PreprocessSpec.from_processor_config(_processor_config(directory), variant=variant)
-            revision = encoder_revision(directory)
+            family, encoder = checkpoint.family, checkpoint.encoder
+            preprocess, revision = checkpoint.preprocess(variant), checkpoint.revision
         return cls(
             name=source.name,
             source=source,
+            family=family,
             decoder=decoder,
-            shape=DecoderShape.from_config(config),
+            shape=DecoderShape.from_config(checkpoint.config),
             geometry=encoder.geometry,
-            tokenizer=Tokenizer.from_directory(directory),
+            tokenizer=Tokenizer.from_directory(source.directory),
             preprocess=preprocess,
             revision=revision,
             kv=kv,
@@ -152,9 +155,9 @@ class ModelSpec:
 
     @cached_property
     def image_format(self) -> ImageFormat:
-        if self.source.tower:
+        if self.family is None:
             return PlainFormat(OPEN_CLIP_IMAGE_ID, self.geometry.tokens_per_tile)
-        return Idefics3Format(self.tokenizer, self.geometry.tokens_per_tile)
+        return self.family.image_format(self.tokenizer, self.geometry)
 
     @cached_property
     def prompt_builder(self) -> PromptBuilder:
@@ -168,12 +171,3 @@ class ModelSpec:
         """KV cache of a sequence of this length, whole blocks, as the engine stores it."""
         element_bytes = kv_element_bytes(self.kv, self.shape.head_dim)
         return int(kv_bytes(self.shape, num_tokens, element_bytes, block_size=BLOCK_SIZE))
-
-
-def _processor_config(directory: Path) -> dict[str, Any]:
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if (directory / name).exists():
-            config = read_json_object(directory / name)
-            if name != "processor_config.json" or "image_processor" in config:
-                return config
-    raise ConfigError("the checkpoint has no processor_config.json or preprocessor_config.json")

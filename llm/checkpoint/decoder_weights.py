@@ -21,15 +21,13 @@ from llm.backend.decoder import DecoderWeights, LayerWeights
 from llm.backend.torch_backend import TorchBackend
 from llm.cost import kv_block_bytes
 from llm.cost.storage import padded
-from llm.decoder_config import ConfigError, DecoderConfig, read_decoder_config, read_json_object
+from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
 from llm.storage import storage_of
 
 BackendName = Literal["auto", "torch", "native"]
 
 log = logging.getLogger(__name__)
 
-_TEXT_PREFIXES = ("model.text_model.", "model.")
-_OTHER_MODULES = ("model.vision_model.", "model.connector.")
 # Buffers that older transformers saved; recomputed here.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
@@ -81,6 +79,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def load_weights(
     directory: Path,
     config: DecoderConfig,
+    names: TextNames,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -88,16 +87,17 @@ def load_weights(
     """Raises WeightsError for missing, unexpected or misshapen tensors, ConfigError for a broken index."""
     with ExitStack() as stack:
         checkpoint = Checkpoint(directory, stack)
-        prefix = next((p for p in _TEXT_PREFIXES if f"{p}embed_tokens.weight" in checkpoint.names), None)
+        prefix = next((p for p in names.prefixes if f"{p}embed_tokens.weight" in checkpoint.names), None)
         if prefix is None:
             raise WeightsError("the checkpoint has no embed_tokens.weight")
         shapes = _expected_shapes(config, prefix)
-        has_head = "lm_head.weight" in checkpoint.names
-        if not config.tied_embeddings or has_head:
-            shapes["lm_head.weight"] = (config.vocab_size, config.d_model)
-        _check_names(checkpoint, shapes)
+        head = next((name for name in names.heads if name in checkpoint.names), None)
+        if not config.tied_embeddings or head is not None:
+            head = head or names.heads[0]
+            shapes[head] = (config.vocab_size, config.d_model)
+        _check_names(checkpoint, shapes, names.others)
         loaded = {name: checkpoint.tensor(name).to(device, dtype) for name in shapes}
-    return _assemble(config, prefix, loaded)
+    return _assemble(config, prefix, loaded, None if head is None else loaded.pop(head))
 
 
 def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -130,8 +130,10 @@ def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int,
     return shapes
 
 
-def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    names = {n for n in checkpoint.names if not n.startswith(_OTHER_MODULES) and not _IGNORED.search(n)}
+def _check_names(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], others: tuple[str, ...]
+) -> None:
+    names = {n for n in checkpoint.names if not n.startswith(others) and not _IGNORED.search(n)}
     if missing := sorted(set(shapes) - names):
         raise WeightsError(f"the checkpoint lacks {missing[0]} ({len(missing)} missing)")
     if unexpected := sorted(names - set(shapes)):
@@ -141,7 +143,9 @@ def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
             raise WeightsError(f"{name} has shape {list(checkpoint.shape(name))} instead of {list(shape)}")
 
 
-def _assemble(config: DecoderConfig, prefix: str, loaded: dict[str, Tensor]) -> DecoderWeights:
+def _assemble(
+    config: DecoderConfig, prefix: str, loaded: dict[str, Tensor], head: Tensor | None
+) -> DecoderWeights:
     def joined(layer: str, names: tuple[str, ...], kind: str) -> Tensor | None:
         parts = [loaded.pop(f"{layer}{name}.{kind}", None) for name in names]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
@@ -170,7 +174,6 @@ def _assemble(config: DecoderConfig, prefix: str, loaded: dict[str, Tensor]) -> 
             )
         )
     embedding = loaded.pop(f"{prefix}embed_tokens.weight")
-    head = loaded.pop("lm_head.weight", None)
     # A tied checkpoint may still store the head; as in transformers, a differing one wins.
     shared = head is None or (config.tied_embeddings and torch.equal(head, embedding))
     return DecoderWeights(
@@ -182,7 +185,9 @@ def _assemble(config: DecoderConfig, prefix: str, loaded: dict[str, Tensor]) -> 
 
 
 def load_backend(
-    directory: Path | str,
+    directory: Path,
+    config: DecoderConfig,
+    names: TextNames,
     *,
     block_size: int = 16,
     num_blocks: int | None = None,
@@ -193,7 +198,7 @@ def load_backend(
     weights: str = "auto",
     kv: str = "auto",
 ) -> Backend:
-    """The decoder of a checkpoint directory, ready to execute plans.
+    """The decoder of a checkpoint directory, whose family gives `config` and `names`, ready to execute plans.
 
     Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
     that has AVX2 and a C++ compiler, else torch with one logged notice. On the native backend `weights` and
@@ -202,8 +207,6 @@ def load_backend(
 
     Raises ConfigError, WeightsError, NativeUnavailable, or ValueError for bad arguments.
     """
-    directory = Path(directory)
-    config = read_decoder_config(directory)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if torch_dtype is None:
         raise ValueError("dtype is one of float32, bfloat16, float16")
@@ -230,13 +233,13 @@ def load_backend(
 
         return NativeBackend(
             config,
-            load_weights(directory, config),
+            load_weights(directory, config, names),
             num_blocks=num_blocks,
             block_size=block_size,
             weight_storage=stored_weights,
             kv_storage=stored_kv,
         )
-    loaded = load_weights(directory, config, device=device, dtype=torch_dtype)
+    loaded = load_weights(directory, config, names, device=device, dtype=torch_dtype)
     return TorchBackend(
         config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8"
     )

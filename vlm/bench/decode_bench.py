@@ -22,12 +22,13 @@ import torch
 
 from llm.backend.base import Backend, StepItem, StepPlan
 from llm.backend.native_build import load_library
-from llm.checkpoint.decoder_weights import load_backend
 from llm.cost import kv_block_bytes
-from llm.decoder_config import DecoderConfig, read_decoder_config
+from llm.decoder_config import DecoderConfig
 from llm.storage import KvStorage
 from vlm.bench.harness.results import report, result, say, spread
+from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL as DEFAULT_PATH
+from vlm.loading import load_backend
 
 DEFAULT_MODEL = Path(DEFAULT_PATH)
 BLOCK = 16
@@ -167,7 +168,7 @@ def against_transformers(
 ) -> dict[str, Any]:
     """Batch 1: CPU time per token of both, and our share of the read bandwidth where weights exceed the
     cache. In 16 bits the opponent is transformers' faster one of bfloat16 and float16."""
-    config = read_decoder_config(directory)
+    config = Checkpoint.read(directory).decoder
     dtype, peer_dtypes = ("float32", (torch.float32,)) if bits == "fp32" else ("bfloat16", HALVES)
     blocks = (CONTEXT + STEPS * 2) // BLOCK + 2
     backend = load_backend(directory, num_blocks=blocks, block_size=BLOCK, dtype=dtype)
@@ -204,7 +205,7 @@ def against_transformers(
 
 def batch8(directory: Path, model: str, suffix: str, rounds: int, context: int) -> dict[str, Any]:
     """Eight streams, aggregate tokens per CPU second, at both storages."""
-    config = read_decoder_config(directory)
+    config = Checkpoint.read(directory).decoder
     context = min(context, config.max_positions - 2 * STEPS)
     blocks = 8 * ((context + 2 * STEPS) // BLOCK + 1)
     results = {}

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from encoder.encoder_weights import load_encoder, load_open_clip
+from encoder.encoder_weights import load_open_clip
 from encoder.model import Encoder
 from vlm.bench.harness.results import in_turn, report, result, spread, timed
 from vlm.config import DEFAULT_MODEL
+from vlm.loading import load_encoder
 
 GEMM_SIDE = 1536  # large enough that a matrix product runs at the machine's best
 TILE_COUNTS = (1, 13, 5, 2, 7, 1, 3, 10)  # tiles of the images that share a ragged batch

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from llm.checkpoint.decoder_weights import load_backend
 from llm.cost import Precision, kv_bytes_per_token, kv_element_bytes
-from llm.decoder_config import read_decoder_config
 from llm.storage import KvStorage, WeightStorage
 from vlm.bench.accuracy_bench import Answerer
 from vlm.bench.decode_bench import BLOCK, CONTEXT, STEPS, Streams, cpu_seconds_per_step, smollm2_checkpoint
 from vlm.bench.harness.results import report, result, say, spread
+from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL, EngineOptions
+from vlm.loading import load_backend
 from vlm.plan.catalog import load_model
 from vlm.plan.options import stored
 from vlm.train.evaluate import Report, evaluate, held_out_documents
@@ -110,7 +110,7 @@ def accuracy(documents: int) -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, dict[str, Any]]:
     """Bytes of the engine's buffers, and what the planner says of them."""
     directory = Path(DEFAULT_MODEL)
-    model, config = load_model("default"), read_decoder_config(directory)
+    model, config = load_model("default"), Checkpoint.read(directory).decoder
     context = config.max_positions // BLOCK * BLOCK
     results = {}
     for how in STORED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +11,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from encoder.encoder_config import EncoderConfig
 from encoder.geometry import TowerShape, VisionGeometry
 from llm.cost import CostError, DecoderShape, Machine
 from llm.decoder_config import ConfigError, DecoderConfig
 from llm.storage import WeightStorage
-from preprocess.tiling import Idefics3Tiling, tiling_from_json
+from preprocess.tiling import tiling_from_json
 from preprocess.types import TilingRule
+from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL
+from vlm.families.registry import find_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,12 @@ def _tower_of_preset(vision: Mapping[str, Any], d_model: int) -> TowerShape:
 
 def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedModel:
     tower = tiling = None
-    if config.get("model_type") in ("smolvlm", "idefics3"):
-        tower = EncoderConfig.from_hf(config).shape
-        for file in ("processor_config.json", "preprocessor_config.json"):
-            if tiling is None and (directory / file).is_file():
-                tiling = Idefics3Tiling.from_processor_config(json.loads((directory / file).read_text()))
+    checkpoint = Checkpoint(directory, config)
+    family = find_family(config)
+    if family is not None:
+        tower = family.encoder(config, {}).shape
+        with contextlib.suppress(ConfigError):  # config.json alone tells nothing of tiles
+            tiling = checkpoint.preprocess().rule
     title = "the model that ships with vlm" if name == "default" else name
     return PlannedModel(
         name=name,
@@ -112,14 +115,14 @@ def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedM
         tower=tower,
         tiling=tiling,
         directory=directory,
-        config=_decoder_config(config),
+        config=_decoder_config(checkpoint),
         embedding="bfloat16" if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else "float32",
     )
 
 
-def _decoder_config(config: dict[str, Any]) -> DecoderConfig | None:
+def _decoder_config(checkpoint: Checkpoint) -> DecoderConfig | None:
     try:
-        return DecoderConfig.from_hf(config)
+        return checkpoint.decoder
     except ConfigError:
         return None
 

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from encoder.encoder_config import EncoderConfig
 from encoder.geometry import TowerShape
 from llm.cost import Chunk, DecoderShape, Precision, decode_work, step_work
 from llm.request import ImageSpan, Prompt, Request, SamplingParams, VisualKey
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
+from vlm.checkpoint import Checkpoint
 from vlm.plan.machine.rates import clock
 from vlm.plan.machine.synthetic import Sizes
 from vlm.spec import ModelSpec
@@ -145,7 +145,7 @@ def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
     from vlm.config import EngineOptions
 
     options = EngineOptions(model=str(directory), kv_cache_mb=16, prefix_cache=False, device=device)
-    shape = EncoderConfig.from_directory(directory).shape
+    shape = Checkpoint.read(directory).encoder.shape
     spec = ModelSpec.load(directory)
     side = spec.geometry.image_size
     grids = [TileGrid(0, 0, True, side, side)]

@@ -1,0 +1,64 @@
+"""Where a checkpoint keeps the encoder's tensors, as data that families write. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from encoder.checkpoint import CheckpointError
+
+Fold = Literal["none", "bucketed_positions"]
+"""What is done to a parameter while it is loaded, in float32; `encoder.encoder_weights` does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint's tensors that make one of ours: joined by rows, then folded."""
+
+    names: tuple[str, ...]
+    fold: Fold = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class VisualNames:
+    """Tower and connector of a family, by our parameters' names.
+
+    Checkpoints of several generations differ in their prefixes alone: each tuple is tried in order.
+    """
+
+    tower_prefixes: tuple[str, ...]
+    connector_prefixes: tuple[str, ...]
+    tower: Mapping[str, Source] = field(repr=False)
+    connector: Mapping[str, Source] = field(repr=False)
+    text_prefixes: tuple[str, ...]
+
+    def is_visual(self, name: str) -> bool:
+        """Whatever isn't the decoder's belongs to the encoder, so that no name falls between the two."""
+        if name.startswith((*self.tower_prefixes, *self.connector_prefixes)):
+            return True
+        return not name.startswith(self.text_prefixes)
+
+    def resolve(self, names: Iterable[str]) -> tuple[dict[str, Source], dict[str, Source]]:
+        """(tower, connector) with whole names, as a checkpoint of these tensors spells them.
+
+        Raises CheckpointError where no prefix fits.
+        """
+        present = frozenset(names)
+        return (
+            _prefixed(self.tower, self.tower_prefixes, present),
+            _prefixed(self.connector, self.connector_prefixes, present),
+        )
+
+
+def _prefixed(
+    sources: Mapping[str, Source], prefixes: tuple[str, ...], present: frozenset[str]
+) -> dict[str, Source]:
+    probe = next(iter(sources.values())).names[0]
+    prefix = next((p for p in prefixes if p + probe in present), None)
+    if prefix is None:
+        raise CheckpointError(f"the checkpoint lacks {prefixes[0]}{probe}")
+    return {
+        ours: Source(tuple(prefix + name for name in source.names), source.fold)
+        for ours, source in sources.items()
+    }

@@ -1,0 +1,78 @@
+"""A checkpoint directory as its family reads it: JSON files only, no tensor, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from encoder.encoder_config import EncoderConfig
+from encoder.revision import encoder_revision
+from encoder.tensor_names import VisualNames
+from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
+from preprocess.stage import PreprocessSpec
+from preprocess.types import Variant
+from vlm.families.base import Family, Json, image_processor
+from vlm.families.registry import family_of, find_family
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Configurations are read when they are first asked for; each raises ConfigError, EncoderConfigError or
+    ValueError, without a path, where the checkpoint can't be used."""
+
+    directory: Path
+    config: dict[str, Any]  # of config.json
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Checkpoint:
+        """Raises ConfigError where config.json is missing or not a JSON object."""
+        directory = Path(directory)
+        return cls(directory, read_json_object(directory / "config.json"))
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.config)
+
+    @cached_property
+    def processor(self) -> Json:
+        """The image processor's settings."""
+        files = {
+            name: read_json_object(self.directory / name)
+            for name in _PROCESSOR_FILES
+            if (self.directory / name).is_file()
+        }
+        return image_processor(files, self.family.processors)
+
+    @cached_property
+    def encoder(self) -> EncoderConfig:
+        return self.family.encoder(self.config, self.processor)
+
+    @cached_property
+    def decoder(self) -> DecoderConfig:
+        """Of a family's model, or of a plain decoder, which is its own family."""
+        family = find_family(self.config)
+        return DecoderConfig.from_hf(self.config) if family is None else family.decoder(self.config)
+
+    @property
+    def text_names(self) -> TextNames:
+        family = find_family(self.config)
+        return TextNames() if family is None else family.text_names
+
+    @cached_property
+    def visual_names(self) -> VisualNames:
+        return self.family.visual_names(self.encoder)
+
+    def preprocess(self, variant: Variant = "fast") -> PreprocessSpec:
+        return self.family.preprocess(self.config, self.processor, variant)
+
+    @cached_property
+    def revision(self) -> str:
+        """64 hex digits of what visual tokens depend on besides the tiles; reads the vision weights."""
+        return encoder_revision(self.directory, self.encoder, self.visual_names)
+
+
+__all__ = ["Checkpoint", "ConfigError"]

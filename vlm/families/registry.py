@@ -1,0 +1,32 @@
+"""Every family, by the `model_type` of a config.json."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from llm.decoder_config import ConfigError
+from vlm.families import idefics3
+from vlm.families.base import Family, Json
+
+FAMILIES: tuple[Family, ...] = (idefics3.FAMILY,)
+
+BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+
+
+def find_family(config: Json) -> Family | None:
+    return BY_MODEL_TYPE.get(str(config.get("model_type")))
+
+
+def family_of(config: Json) -> Family:
+    """Raises ConfigError, which names the model_type and what is known, for any other."""
+    family = find_family(config)
+    if family is None:
+        raise ConfigError(unsupported(config))
+    return family
+
+
+def unsupported(config: Json) -> str:
+    """One line for a model that no family claims: its model_type, and the nearest that work."""
+    name = "".join(c for c in str(config.get("model_type", "")) if c.isalnum() or c in "_-.")[:40]
+    nearest = get_close_matches(name, BY_MODEL_TYPE, n=3, cutoff=0.5) or sorted(BY_MODEL_TYPE)
+    return f"model_type {name or '(none)'} is not supported; the nearest that work: {', '.join(nearest)}"
