@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llm.text_config import ConfigError, class_defaults, layer_kinds
+
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
@@ -38,11 +40,8 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 
 _NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window")
 
-# What a config.json may leave out, per architecture (transformers' class defaults).
+# What a config.json may leave out besides its sizes.
 _COMMON: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
@@ -51,36 +50,7 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048},
-    "qwen2": _COMMON
-    | {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-    },
-    "qwen3": _COMMON
-    | {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-    "mistral": _COMMON
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-}
-
-
-class ConfigError(ValueError):
-    """A checkpoint whose config this decoder does not implement; the text is safe to show."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +140,11 @@ class DecoderConfig:
         decoder does not implement.
         """
         architecture = text.get("model_type")
-        if architecture not in _DEFAULTS:
-            raise ConfigError(
-                f"decoder type {_shown(architecture)} is not supported (supported: {', '.join(_DEFAULTS)})"
-            )
+        if architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ConfigError(f"decoder type {_shown(architecture)} is not supported (supported: {known})")
         given = {k: v for k, v in text.items() if v is not None or k in _NULLABLE}
-        values = _DEFAULTS[architecture] | given
+        values = _COMMON | class_defaults(architecture) | given
         if tied is not None:
             values["tie_word_embeddings"] = tied
         return _build(architecture, values)
@@ -231,27 +200,15 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         out_bias=architecture in ("llama", "qwen3") and has_attention_bias,
         mlp_bias=architecture == "llama" and bool(values["mlp_bias"]),
         qk_norm=architecture == "qwen3",
-        windows=_windows(architecture, values),
+        windows=_windows(values),
     )
 
 
-def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Mistral slides in every layer; Qwen slides where `layer_types` (or `max_window_layers`) says."""
-    num_layers = _count(values, "num_hidden_layers")
-    window = values.get("sliding_window") or 0
-    if architecture == "llama" or not window:
-        return (0,) * num_layers
-    if architecture == "mistral":
-        return (int(window),) * num_layers
-    if not values.get("use_sliding_window"):
-        return (0,) * num_layers
-    first = int(values.get("max_window_layers", 28))
-    kinds = values.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
-    ]
-    if len(kinds) != num_layers or any(k not in ("sliding_attention", "full_attention") for k in kinds):
+def _windows(values: Mapping[str, Any]) -> tuple[int, ...]:
+    kinds = layer_kinds({**values, "num_hidden_layers": _count(values, "num_hidden_layers")})
+    if "linear" in kinds:
         raise ConfigError("layer_types is not supported (supported: full_attention, sliding_attention)")
-    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(int(values["sliding_window"]) if kind == "sliding" else 0 for kind in kinds)
 
 
 def _rope(values: Mapping[str, Any], head_dim: int) -> Rope:

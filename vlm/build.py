@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from llm.cost import DecoderShape, Machine, make_swap_rule, stored_precision
+from llm.cost import Machine, make_swap_rule, stored_precision
 from llm.engine_config import EngineConfig, SwapRule
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
@@ -94,8 +94,7 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
             memory_bytes=psutil.virtual_memory().total,
             host_bandwidth=copied,
         )
-        checkpoint = Checkpoint.read(ModelSource.parse(options.model).directory)
-        shape = DecoderShape.from_config(checkpoint.config)
+        shape = Checkpoint.read(ModelSource.parse(options.model).directory).shape
         weights = options.dtype if options.weights == "auto" else options.weights
         stored = stored_precision(shape, weights, options.kv_storage)
         return make_swap_rule(shape, machine, stored, BLOCK_SIZE)

@@ -10,6 +10,7 @@ from typing import Any
 from encoder.encoder_config import EncoderConfig
 from encoder.revision import encoder_revision
 from encoder.tensor_names import VisualNames
+from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
@@ -56,6 +57,12 @@ class Checkpoint:
         """Of a family's model, or of a plain decoder, which is its own family."""
         family = find_family(self.config)
         return DecoderConfig.from_hf(self.config) if family is None else family.decoder(self.config)
+
+    @cached_property
+    def shape(self) -> DecoderShape:
+        """What the decoder's bytes and FLOPs follow from; of any config, known or not. Raises CostError."""
+        family = find_family(self.config)
+        return DecoderShape.from_config(self.config, None if family is None else family.tied_default)
 
     @property
     def text_names(self) -> TextNames:

@@ -122,7 +122,7 @@ class ModelSpec:
             source=source,
             family=family,
             decoder=decoder,
-            shape=DecoderShape.from_config(checkpoint.config),
+            shape=checkpoint.shape,
             geometry=encoder.geometry,
             tokenizer=Tokenizer.from_directory(source.directory),
             preprocess=preprocess,

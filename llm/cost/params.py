@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llm.cost.defaults import LINEAR, SLIDING_PATTERN, class_defaults
+from llm.text_config import LayerKind, class_defaults, layer_kinds, text_part
 
 Config = Mapping[str, Any]
 
@@ -91,16 +91,9 @@ def read(config: Config, key: str, default: Any = None) -> Any:
     return default
 
 
-def text_config(config: Config) -> dict[str, Any]:
+def text_config(config: Config, tied_default: bool | None = None) -> dict[str, Any]:
     """The decoder's part of a config, what it leaves out filled in from its family's class."""
-    inner = config.get("text_config")
-    text = dict(inner) if isinstance(inner, Mapping) else dict(config)
-    tied = config.get("tie_word_embeddings")
-    if tied is None and config.get("model_type") in ("smolvlm", "idefics3"):
-        tied = False  # the outer class's default counts, whatever the decoder's part says
-    if tied is not None:
-        text["tie_word_embeddings"] = tied
-    text.setdefault("model_type", "llama")
+    text = text_part(config, tied_default)
     defaults = class_defaults(str(text["model_type"]))
     aliased = {alias for key in text for names in _names_of(key) for alias in names}
     return {**{key: value for key, value in defaults.items() if key not in aliased}, **text}
@@ -116,33 +109,9 @@ def family_of(config: Config) -> tuple[Family, bool]:
     return FAMILIES.get(name, FAMILIES["llama"]), name in FAMILIES
 
 
-def layer_types(config: Config) -> list[Literal["full", "sliding", "linear"]]:
-    """What each layer keeps per token: all positions, a window of them, or one state."""
-    num_layers = int(read(config, "num_hidden_layers"))
-    named = config.get("layer_types")
-    if named is None and config.get("full_attention_interval"):
-        interval = int(config["full_attention_interval"])
-        named = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
-    if named is None and config.get("model_type") in LINEAR:
-        named = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
-    pattern = int(
-        config.get("sliding_window_pattern") or SLIDING_PATTERN.get(str(config.get("model_type")), 0)
-    )
-    if named is None and pattern:
-        named = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
-    if named is None:
-        optional = str(config.get("model_type")).startswith("qwen")
-        windowed = config.get("sliding_window") and config.get("use_sliding_window", not optional)
-        return ["sliding" if windowed else "full"] * num_layers
-    kinds: dict[str, Literal["full", "sliding", "linear"]] = {
-        "full_attention": "full",
-        "sliding_attention": "sliding",
-        "chunked_attention": "sliding",
-        "linear_attention": "linear",
-    }
-    if len(named) != num_layers or any(kind not in kinds for kind in named):
-        raise CostError("layer_types doesn't name a known kind for every layer")
-    return [kinds[kind] for kind in named]
+def layer_types(config: Config) -> list[LayerKind]:
+    """Raises ConfigError as `layer_kinds` does."""
+    return layer_kinds({**config, "num_hidden_layers": int(read(config, "num_hidden_layers"))})
 
 
 @dataclass(frozen=True, slots=True)

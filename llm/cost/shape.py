@@ -8,6 +8,7 @@ from typing import Any
 
 from llm.cost import params
 from llm.cost.params import CostError, read
+from llm.text_config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,19 @@ class DecoderShape:
             raise CostError("there are more special layers than layers")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderShape:
+    def from_config(cls, config: Mapping[str, Any], tied_default: bool | None = None) -> DecoderShape:
         """From a Hugging Face `config.json`, of a decoder or of a model that holds one.
 
+        tied_default: whether the head is tied where the outer config is silent; None asks the inner one.
         Raises CostError if a size is missing or makes no sense.
         """
-        config = params.text_config(config)
+        text = params.text_config(config, tied_default)
         try:
-            return cls._from_text_config(config)
+            return cls._from_text_config(text)
         except CostError:
             raise
+        except ConfigError as error:
+            raise CostError(str(error)) from None
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise CostError("the config has a size that isn't a number above 0") from error
 

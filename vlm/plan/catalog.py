@@ -110,7 +110,7 @@ def _from_config(name: str, config: dict[str, Any], directory: Path) -> PlannedM
     return PlannedModel(
         name=name,
         title=title,
-        decoder=DecoderShape.from_config(config),
+        decoder=checkpoint.shape,
         source="its config.json",
         tower=tower,
         tiling=tiling,
