@@ -6,17 +6,15 @@ prompt ids are equal; the length follows from the grids alone, before a pixel is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from llm.request import ImageSpan, Prompt, RequestError, VisualKey
+from llm.text.chat_template import IMAGE_PLACEHOLDER, joined
 from preprocess.types import TileGrid
-
-PLACEHOLDER = "<image>"
-"""What chat templates of the family emit for an image part."""
+from vlm.quoting import Quoting
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,9 @@ class ImageFormat(Protocol):
     def run(self, grid: TileGrid) -> TileRun: ...
 
 
+_CACHED_CHARS = 4096  # texts up to so long have their tokens kept, those of templates among them
+
+
 class PromptBuilder:
     """Renders a chat and expands its images. Special tokens that a user types stay plain text.
 
@@ -74,11 +75,16 @@ class PromptBuilder:
         self._format = image_format
         self._max_chars = max_chars
         self._flat = flat
-        self._specials = sorted({*tokenizer.special_tokens(), PLACEHOLDER}, key=len, reverse=True)
+        self._quoting = Quoting((*tokenizer.special_tokens(), IMAGE_PLACEHOLDER))
         self._text_ids = lru_cache(maxsize=4096)(self._encode_text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text))
+
+    def _ids(self, text: str, is_quoted: bool) -> Sequence[int]:
+        if is_quoted:
+            return self._tokenizer.encode(text, allow_special=False)
+        return self._text_ids(text) if len(text) <= _CACHED_CHARS else self._encode_text(text)
 
     def build(self, messages: Sequence[Message]) -> Prompt:
         """Raises `RequestError` for a chat the template refuses or that is too long to look at."""
@@ -86,11 +92,9 @@ class PromptBuilder:
             raise RequestError(
                 "context_length_exceeded", f"The text is longer than {self._max_chars} characters."
             )
-        quoted = _Quoted(self._specials)
-        described = [_template_message(m, quoted) for m in messages]
-        rendered = self._tokenizer.render([_flattened(m) for m in described] if self._flat else described)
+        rendered = self._tokenizer.render([self._described(message) for message in messages])
         images = [part for m in messages for part in m.content if isinstance(part, ImagePart)]
-        pieces = rendered.split(PLACEHOLDER)
+        pieces = rendered.split(IMAGE_PLACEHOLDER)
         if len(pieces) != len(images) + 1:
             raise RequestError(
                 "invalid_request", "The model's chat template doesn't place each image exactly once."
@@ -98,10 +102,8 @@ class PromptBuilder:
         ids: list[int] = []
         spans: list[ImageSpan] = []
         for index, piece in enumerate(pieces):
-            for text, is_quoted in quoted.split(piece):
-                ids.extend(
-                    self._tokenizer.encode(text, allow_special=False) if is_quoted else self._text_ids(text)
-                )
+            for text, is_quoted in self._quoting.split(piece):
+                ids.extend(self._ids(text, is_quoted))
             if index < len(images):
                 run = self._format.run(images[index].grid)
                 spans.extend(
@@ -111,38 +113,12 @@ class PromptBuilder:
                 ids.extend(run.token_ids)
         return Prompt(tuple(ids), tuple(spans))
 
-
-class _Quoted:
-    """Stand-ins from Unicode's private use area for special tokens in user text."""
-
-    _FIRST = 0xF0000
-
-    def __init__(self, specials: Sequence[str]) -> None:
-        self._stand_ins = {token: chr(self._FIRST + i) for i, token in enumerate(specials)}
-        self._originals = {stand_in: token for token, stand_in in self._stand_ins.items()}
-        self._pattern = re.compile(f"([{''.join(self._originals)}])") if self._originals else re.compile("$^")
-
-    def quote(self, text: str) -> str:
-        for token, stand_in in self._stand_ins.items():
-            if token in text:
-                text = text.replace(token, stand_in)
-        return text
-
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """(text, is a user's special token) in order; texts without stand-ins come back whole."""
-        parts = self._pattern.split(text) if self._originals else [text]
-        pairs = [(self._originals.get(part, part), part in self._originals) for part in parts]
-        return [pair for pair in pairs if pair[0]]
-
-
-def _template_message(message: Message, quoted: _Quoted) -> dict[str, Any]:
-    content = [
-        {"type": "text", "text": quoted.quote(part)} if isinstance(part, str) else {"type": "image"}
-        for part in message.content
-    ]
-    return {"role": message.role, "content": content}
-
-
-def _flattened(message: dict[str, Any]) -> dict[str, Any]:
-    parts = [part.get("text", PLACEHOLDER) for part in message["content"]]
-    return {**message, "content": "".join(parts)}
+    def _described(self, message: Message) -> dict[str, object]:
+        """The message as templates take it. Raises `RequestError`."""
+        content = [
+            {"type": "text", "text": self._quoting.quote(part)}
+            if isinstance(part, str)
+            else {"type": "image"}
+            for part in message.content
+        ]
+        return {"role": message.role, "content": joined(content) if self._flat else content}

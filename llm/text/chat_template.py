@@ -105,7 +105,7 @@ class ChatTemplate:
         Raises RequestError when the template refuses the chat or its text grows over the limit.
         """
         if not self._reads_parts:
-            messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
+            messages = [{**message, "content": joined(message.get("content"))} for message in messages]
         try:
             return self._render(messages, add_generation_prompt)
         except _Refused as error:
@@ -138,7 +138,8 @@ class ChatTemplate:
         return _PROBE in shown and "'type'" not in shown and '"type"' not in shown
 
 
-def _joined(content: object) -> object:
+def joined(content: object) -> object:
+    """A list of parts as one string, with a placeholder for each image; anything else as it is."""
     if not isinstance(content, (list, tuple)):
         return content
     return "".join(
