@@ -25,7 +25,7 @@ from vlm.cli.tokens import image_cost
 from vlm.families.articles import PlainFormat
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.labs.image_lab import costs_of_images, plan_image
-from vlm.prompt import ImagePart, Message
+from vlm.prompt import ImagePart, Message, Rows
 from vlm.spec import BLOCK_SIZE, ModelSpec
 
 RULES: list[tuple[TilingRule, VisionGeometry]] = [
@@ -107,9 +107,9 @@ def test_200_random_sizes_cost_what_their_run_reports(rule: TilingRule, geometry
         (cost,) = costs_of_images([(info.width, info.height)], rule, tower, DECODER)
         tiles = preprocess(data, spec, ImageLimits())
         assert (cost.tiles, cost.rows, cost.cols) == (len(tiles.pixels), tiles.grid.rows, tiles.grid.cols)
-        run = PlainFormat(1, geometry.tokens_per_tile).run(tiles.grid)
-        assert cost.visual_tokens == len(run.token_ids)
-        assert cost.kv_bytes == kv_bytes(DECODER, len(run.token_ids))
+        (rows,) = PlainFormat(1, geometry.tokens_per_tile).pieces(tiles.grid, 0, 1)
+        assert isinstance(rows, Rows) and cost.visual_tokens == rows.count
+        assert cost.kv_bytes == kv_bytes(DECODER, rows.count)
 
 
 @pytest.mark.parametrize(("rule", "geometry"), RULES, ids=["idefics3", "aspect_grid"])

@@ -19,13 +19,9 @@ from llm.text.chat_template import ChatTemplate
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
 from vlm.config import DEFAULT_MODEL
-<<<<<<< HEAD
 from vlm.families.articles import PlainFormat
-from vlm.prompt import ImagePart, Message
-=======
-from vlm.prompt import ImagePart, Message, PlainFormat, PromptBuilder
+from vlm.prompt import ImagePart, Message, PromptBuilder, Rows
 from vlm.quoting import Quoting
->>>>>>> dd1cfee (Special tokens that a user spells out stay text however they are cut over parts, trimmed or joined; no character stands for one)
 from vlm.spec import ModelSpec
 
 KEY = VisualKey("0" * 64)
@@ -104,8 +100,8 @@ def test_a_conversation_keeps_each_image_in_its_place(spec: ModelSpec) -> None:
 
 
 def test_plain_format_is_one_run_of_placeholders(spec: ModelSpec) -> None:
-    run = PlainFormat(image_token_id=3, tokens_per_tile=196).run(spec.preprocess.rule.grid(99, 99, "low"))
-    assert run.token_ids == (3,) * 196 and run.spans == ((0, 196, 0),)
+    form = PlainFormat(row_id=3, tokens_per_tile=196)
+    assert form.pieces(spec.preprocess.rule.grid(99, 99, "low"), 0, 1) == (Rows(196, 0),)
 
 
 def test_a_changed_copy_of_a_spec_shares_no_memo_with_the_first() -> None:
@@ -125,8 +121,8 @@ class OtherTemplate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def render(self, messages: list[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def render(self, messages: list[dict[str, object]], **options: Any) -> str:
+        return self._template.render(messages, **options)
 
 
 # what templates do with parts: print, trim, set apart, take as one string, end a token that they began

@@ -88,16 +88,31 @@ def test_eos_comes_from_the_generation_config_then_the_config(tmp_path: Path) ->
     assert Tokenizer.from_directory(tmp_path).eos_ids == {3, 4}
 
 
-def sentencepiece_like() -> Tokenizer:
+def sentencepiece_like(prepend_scheme: str = "always", specials: tuple[str, ...] = ()) -> Tokenizer:
     pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁he", "llo", "▁wor", "ld", "h", "e"]
     fast = FastTokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
     )
-    fast.pre_tokenizer = pre_tokenizers.Metaspace()
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     fast.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    fast.add_special_tokens(list(specials))
     return Tokenizer(fast.to_str())
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.text("helo wrd\n", max_size=8), min_size=1, max_size=5), st.sampled_from(["first", "never"])
+)
+def test_texts_cut_at_special_tokens_have_the_ids_of_the_whole_text(texts: list[str], scheme: str) -> None:
+    """transformers tokenises the expanded text at once; the prompt builder goes from image to image."""
+    tokenizer = sentencepiece_like(scheme, ("<row>",))
+    row = tokenizer.token_id("<row>")
+    cut: list[int] = []
+    for index, text in enumerate(texts):
+        cut += [row] * (index > 0) + tokenizer.encode(text, starts=not cut and index == 0)
+    assert cut == tokenizer.encode("<row>".join(texts))
 
 
 def test_sentencepiece_tokens_stream_like_they_decode() -> None:
@@ -138,7 +153,7 @@ TEXT_TEMPLATE = (
 def test_a_text_template_gets_joined_parts_and_equals_transformers_on_strings() -> None:
     template = ChatTemplate(TEXT_TEMPLATE, {"bos_token": "<s>", "eos_token": "</s>"})
     parts = [{"type": "image"}, {"type": "text", "text": "hi"}, {"type": "text", "text": " you "}]
-    rendered = template.render([{"role": "user", "content": parts}])
+    rendered = template.render([{"role": "user", "content": parts}], placeholder="<image>")
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL, bos_token="<s>", eos_token="</s>")
     chat = [{"role": "user", "content": "<image>hi you "}]
     want = tokenizer.apply_chat_template(

@@ -165,7 +165,7 @@ class ModelSpec:
 
     def image_prompt_tokens(self, grid: TileGrid) -> int:
         """Prompt tokens that one more image of this grid adds, markers included."""
-        return len(self.image_format.run(grid).token_ids)
+        return self.prompt_builder.image_tokens(grid)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """KV cache of a sequence of this length, whole blocks, as the engine stores it."""

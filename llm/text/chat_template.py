@@ -22,7 +22,6 @@ from llm.request import RequestError
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_REPEATED = 100_000
-IMAGE_PLACEHOLDER = "<image>"
 
 _PROBE = "probe text of one part"
 
@@ -98,14 +97,23 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._reads_parts = self._probe()
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        placeholder: str = "",
+    ) -> str:
         """Messages are {role, content}; content is a string or a list of {"type": "text", "text": ...} and
-        {"type": "image"} parts, which templates of text decoders get joined into one string.
+        {"type": "image"} parts, which templates of text decoders get joined into one string, `placeholder`
+        for each image.
 
         Raises RequestError when the template refuses the chat or its text grows over the limit.
         """
         if not self._reads_parts:
-            messages = [{**message, "content": joined(message.get("content"))} for message in messages]
+            messages = [
+                {**message, "content": joined(message.get("content"), placeholder)} for message in messages
+            ]
         try:
             return self._render(messages, add_generation_prompt)
         except _Refused as error:
@@ -138,10 +146,10 @@ class ChatTemplate:
         return _PROBE in shown and "'type'" not in shown and '"type"' not in shown
 
 
-def joined(content: object) -> object:
-    """A list of parts as one string, with a placeholder for each image; anything else as it is."""
+def joined(content: object, placeholder: str) -> object:
+    """A list of parts as one string, with `placeholder` for each image; anything else as it is."""
     if not isinstance(content, (list, tuple)):
         return content
     return "".join(
-        str(part.get("text", "")) if part.get("type") == "text" else IMAGE_PLACEHOLDER for part in content
+        str(part.get("text", "")) if part.get("type") == "text" else placeholder for part in content
     )

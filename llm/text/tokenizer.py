@@ -7,6 +7,7 @@ it reproduces. Never adds BOS or EOS by itself: chat templates write theirs.
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._parsing, self._literal = _from_json(tokenizer_json), _from_json(tokenizer_json)
-        # A mode of the whole object, hence two: in the second, "<image>" in a text is nine characters.
-        self._literal.encode_special_tokens = True
+        self._parsing, self._literal = _pair(tokenizer_json)
+        inner = _without_first_prefix(tokenizer_json)
+        self._inner = (self._parsing, self._literal) if inner is None else _pair(inner)
         self._template = template
         self.eos_ids = eos_ids
         self._added = self._parsing.get_added_tokens_decoder()
@@ -61,9 +62,11 @@ class Tokenizer:
         """Ids run from 0 to vocab_size - 1; the model's logits may have more columns."""
         return len(self._bytes)
 
-    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
-        """With `allow_special` off, special tokens spelled out in the text stay plain characters."""
-        tokenizer = self._parsing if allow_special else self._literal
+    def encode(self, text: str, *, allow_special: bool = True, starts: bool = True) -> list[int]:
+        """With `allow_special` off, special tokens spelled out in the text stay plain characters; with
+        `starts` off, the text goes on from another one."""
+        parsing, literal = (self._parsing, self._literal) if starts else self._inner
+        tokenizer = parsing if allow_special else literal
         if len(text) > _LONG_TEXT:  # the batch call lets other threads run meanwhile, at a cost per call
             return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -89,12 +92,20 @@ class Tokenizer:
         """`token_bytes` of every id, for constrained decoding."""
         return self._bytes
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        placeholder: str = "",
+    ) -> str:
         """The chat as text, special tokens spelled out; see ChatTemplate.render. Raises ConfigError for
         a checkpoint without a chat template."""
         if self._template is None:
             raise ConfigError("the checkpoint has no chat template")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, placeholder=placeholder
+        )
 
     def decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self)
@@ -161,6 +172,30 @@ def _from_json(text: str) -> FastTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _pair(text: str) -> tuple[FastTokenizer, FastTokenizer]:
+    """(parsing, literal): a mode of the whole object, hence two. To the second, "<image>" in a text is nine
+    characters."""
+    parsing, literal = _from_json(text), _from_json(text)
+    literal.encode_special_tokens = True
+    return parsing, literal
+
+
+def _without_first_prefix(text: str) -> str | None:
+    """The tokenizer for texts that go on from others: one whose Metaspace writes a space before the first
+    piece alone ("prepend_scheme": "first") writes none. None where there is no such step."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    step = content.get("pre_tokenizer") or {}
+    changed = False
+    for part in step.get("pretokenizers") or [step]:
+        if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
+            part["prepend_scheme"] = "never"
+            changed = True
+    return json.dumps(content) if changed else None
 
 
 def _byte_kind(tokenizer: FastTokenizer) -> str:

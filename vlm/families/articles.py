@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from preprocess.types import TileGrid
-from vlm.prompt import TileRun
+from vlm.prompt import Piece, Rows
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """Only the visual tokens, tile after tile, for decoders without image markers (the articles' form)."""
+    """Only the visual tokens, tile after tile, for decoders without image markers."""
 
-    image_token_id: int
+    row_id: int
     tokens_per_tile: int
+    placeholder: str = "<image>"
 
-    def run(self, grid: TileGrid) -> TileRun:
-        length = grid.num_tiles * self.tokens_per_tile
-        return TileRun((self.image_token_id,) * length, ((0, length, 0),))
+    def pieces(self, grid: TileGrid, index: int, total: int) -> Sequence[Piece]:
+        return (Rows(grid.num_tiles * self.tokens_per_tile, 0),)

@@ -37,7 +37,6 @@ class Family:
     model_types: tuple[str, ...]
     processors: tuple[str, ...]  # names of its image processor, without Fast and Pil
     sizes: tuple[Size, ...]
-    placeholder: str  # what its chat template writes where an image stands
     tied_default: bool | None  # the head's tie where the outer config is silent; None: its text part says
     encoder: Callable[[Json, Json], EncoderConfig]
     decoder: Callable[[Json], DecoderConfig]

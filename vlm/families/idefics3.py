@@ -5,7 +5,9 @@ Reference: transformers' Idefics3 and SmolVLM models and processors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -19,10 +21,11 @@ from preprocess.tiling import Idefics3Tiling
 from preprocess.types import TileGrid, Variant
 from vlm.families.base import Family, Json, Size
 from vlm.families.vision import normalisation, resample_of, siglip_sources, siglip_tower
-from vlm.prompt import ImageFormat, PromptTokenizer, TileRun
+from vlm.prompt import ImageFormat, Piece, PromptTokenizer, Rows
 
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 PLACEHOLDER = "<image>"
+_BORDER = "<fake_token_around_image>"
 _TILE_SIZE = 364  # pixels, where the processor is silent
 _TEXT_WIDTH = 4096  # default hidden_size of the Llama, Mistral, Qwen2 and Qwen3 configurations
 # Checkpoints leave out what equals their family's default: SmolVLMVisionConfig, Idefics3VisionConfig.
@@ -72,7 +75,7 @@ def preprocess(config: Json, processor: Json, variant: Variant) -> PreprocessSpe
 
 
 def image_format(tokenizer: PromptTokenizer, geometry: VisionGeometry) -> ImageFormat:
-    return Idefics3Format(tokenizer, geometry.tokens_per_tile)
+    return Idefics3Format(tokenizer.token_id(PLACEHOLDER), geometry.tokens_per_tile)
 
 
 def visual_names(config: EncoderConfig) -> VisualNames:
@@ -93,38 +96,20 @@ class Idefics3Format:
     Source: the SmolVLM and Idefics3 processors' `get_image_prompt_string`.
     """
 
-    tokenizer: PromptTokenizer
+    row_id: int
     tokens_per_tile: int
-    _runs: dict[TileGrid, TileRun] = field(default_factory=dict, init=False, repr=False)
+    placeholder: str = PLACEHOLDER
 
-    def run(self, grid: TileGrid) -> TileRun:
-        if grid not in self._runs:
-            if len(self._runs) >= 1024:
-                self._runs.clear()
-            self._runs[grid] = self._make(grid)
-        return self._runs[grid]
-
-    def _make(self, grid: TileGrid) -> TileRun:
-        ids: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        border, image = (
-            self.tokenizer.token_id("<fake_token_around_image>"),
-            self.tokenizer.token_id(PLACEHOLDER),
-        )
-
-        def tile(marker: str) -> None:
-            ids.extend((border, *self.tokenizer.encode(marker)))
-            spans.append((len(ids), self.tokens_per_tile, len(spans) * self.tokens_per_tile))
-            ids.extend([image] * self.tokens_per_tile)
-
+    def pieces(self, grid: TileGrid, index: int, total: int) -> Sequence[Piece]:
+        pieces: list[Piece] = []
+        tiles = itertools.count(0, self.tokens_per_tile)
         for row in range(grid.rows):
             for col in range(grid.cols):
-                tile(f"<row_{row + 1}_col_{col + 1}>")
-            # The last row's line feed and the one before the global tile are one text to the tokenizer.
-            ids.extend(self.tokenizer.encode("\n" if row + 1 < grid.rows else "\n\n"))
-        tile("<global-img>")
-        ids.append(border)
-        return TileRun(tuple(ids), tuple(spans))
+                pieces += (f"{_BORDER}<row_{row + 1}_col_{col + 1}>", Rows(self.tokens_per_tile, next(tiles)))
+            pieces.append("\n")
+        newline = "\n" if grid.rows else ""
+        pieces += (f"{newline}{_BORDER}<global-img>", Rows(self.tokens_per_tile, next(tiles)), _BORDER)
+        return pieces
 
 
 def _edge(section: Json, key: str, default: int) -> int:
@@ -149,7 +134,6 @@ FAMILY = Family(
         Size("ds4sd/SmolDocling-256M-preview", "256M", "CDLA-Permissive-2.0"),
         Size("HuggingFaceM4/Idefics3-8B-Llama3", "8B", "Apache-2.0"),
     ),
-    placeholder=PLACEHOLDER,
     tied_default=False,
     encoder=encoder,
     decoder=decoder,
