@@ -11,8 +11,9 @@ DEBIAN_PACKAGES := gcc g++ libc6-dev python3-dev python3-venv libjpeg-dev zlib1g
 
 .PHONY: demo test test-all lint env system clean
 
+# make demo MODEL=ORG/NAME asks a checkpoint of the hub
 demo: env
-	$(BIN)/python -m vlm.demo
+	$(BIN)/python -m vlm.demo $(MODEL)
 
 test: env lint
 	$(BIN)/python -m pytest -m "not slow"

@@ -5,16 +5,14 @@ Reference: transformers' LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig an
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from llm.text_config import ConfigError, class_defaults, layer_kinds
+from llm.text_config import ConfigError, class_defaults, layer_kinds, read_json_object
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -159,18 +157,6 @@ class TextNames:
     others: tuple[str, ...] = ()  # prefixes of what isn't the decoder's
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"the checkpoint has no {path.name}") from None
-    except (OSError, ValueError):
-        raise ConfigError(f"the checkpoint's {path.name} is not readable JSON") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"the checkpoint's {path.name} is not a JSON object")
-    return value
-
-
 def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
     heads = _count(values, "num_attention_heads")
     kv_heads = _count(values, "num_key_value_heads") if values["num_key_value_heads"] else heads
@@ -276,3 +262,14 @@ def _count(values: Mapping[str, Any], key: str) -> int:
 def _shown(value: object) -> str:
     """A config's own word in an error: short and printable."""
     return "".join(c for c in str(value) if c.isalnum() or c in "_-.")[:40] or "(none)"
+
+
+__all__ = [
+    "ARCHITECTURES",
+    "ConfigError",
+    "DecoderConfig",
+    "Rope",
+    "RopeType",
+    "TextNames",
+    "read_json_object",
+]

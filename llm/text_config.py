@@ -5,7 +5,9 @@ Defaults are those of `transformers`' configuration classes; a test compares the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 LayerKind = Literal["full", "sliding", "linear"]
@@ -79,6 +81,18 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 
 class ConfigError(ValueError):
     """A checkpoint whose config this decoder does not implement; the text is safe to show."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the checkpoint has no {path.name}") from None
+    except (OSError, ValueError):
+        raise ConfigError(f"the checkpoint's {path.name} is not readable JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"the checkpoint's {path.name} is not a JSON object")
+    return value
 
 
 def class_defaults(model_type: str) -> dict[str, Any]:

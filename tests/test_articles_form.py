@@ -20,8 +20,9 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import preprocess
 from vlm.build import build_encoder, build_local_pipeline
 from vlm.config import EngineOptions
+from vlm.model_source import ModelSource
 from vlm.pipeline import ChatMessage, ImageInput
-from vlm.spec import ModelSource, ModelSpec
+from vlm.spec import ModelSpec
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 NAME = "ViT-SO400M-14-SigLIP-384"

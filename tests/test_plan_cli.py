@@ -65,7 +65,7 @@ def test_a_chart_is_a_png(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("kv", "--model", "nobody"), "nobody is neither a preset"),
+        (("kv", "--model", "nobody"), "nobody is not a preset"),
         (("kv", "--machine", "abacus"), "abacus is not an accelerator"),
         (("kv", "--kv-bits", "5"), "32, 16, 8 or 4"),
         (("kv", "--context", "0"), "at least 1"),

@@ -18,9 +18,10 @@ from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
+from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, pinned
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
-from vlm.spec import BLOCK_SIZE, OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, ModelSpec
+from vlm.spec import BLOCK_SIZE, ModelSpec
 from workers.cluster.visual_store import VisualFormat
 from workers.contract.engine_client import EngineClient
 from workers.contract.stages import PreprocessStage
@@ -167,6 +168,7 @@ def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
+    options = pinned(options)
     spec = ModelSpec.load(options.model, variant=variant, kv=options.kv_storage)
     return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
 
@@ -227,6 +229,7 @@ def check_storage(options: EngineOptions) -> None:
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
     """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path."""
     check_storage(options)
+    options = pinned(options)
     spec = ModelSpec.load(options.model, variant=config.variant, kv=options.kv_storage)
     return Pipeline(
         spec,

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from encoder.encoder_config import ConnectorConfig, EncoderConfig
 from encoder.geometry import VisionGeometry
-from encoder.openclip import open_clip_tower
 from encoder.revision import open_clip_revision
 from llm.cost import DecoderShape, kv_bytes, kv_element_bytes
-from llm.decoder_config import ConfigError, DecoderConfig
+from llm.decoder_config import DecoderConfig
 from llm.request import VisualKey
 from llm.storage import KvStorage
 from llm.text.tokenizer import Tokenizer
@@ -20,68 +18,15 @@ from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
 from preprocess.types import Detail, TileGrid, Variant
 from vlm.checkpoint import Checkpoint
-from vlm.config import DEFAULT_MODEL
 from vlm.families.articles import PlainFormat
 from vlm.families.base import Family
+from vlm.hub import Files
+from vlm.model_source import OPEN_CLIP_SEED, ModelSource
 from vlm.prompt import ImageFormat, PromptBuilder
 
 _KEY_VERSION = "visual-1"
 BLOCK_SIZE = 16  # positions of a KV block
-OPEN_CLIP_PREFIX = "open_clip:"
-OPEN_CLIP_POOLING_SIDE = 2  # 4:1, as in the articles
-OPEN_CLIP_SEED = 0
 OPEN_CLIP_IMAGE_ID = 0  # any id: visual tokens take its place
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model's parts come from: a checkpoint directory, or an open_clip tower beside a decoder's.
-
-    `open_clip:NAME:DIRECTORY` is the articles' form: tower NAME, average pooling 2x2, any GQA decoder with
-    a chat template in DIRECTORY. Weights of tower and connector are read from `open_clip.safetensors` and
-    `connector.safetensors` in DIRECTORY; what has no file is drawn from a fixed seed.
-    """
-
-    directory: Path
-    tower: str = ""
-
-    @classmethod
-    def parse(cls, model: str | Path) -> ModelSource:
-        """Raises ConfigError for what isn't a folder, with the accepted forms."""
-        tower, path = "", str(model)
-        if path.startswith(OPEN_CLIP_PREFIX):
-            tower, _, path = path[len(OPEN_CLIP_PREFIX) :].partition(":")
-        directory = Path(DEFAULT_MODEL if path == "default" else path)
-        if not directory.is_dir():
-            raise ConfigError(
-                f"{model} is not a folder; give a Hugging Face checkpoint directory of the SmolVLM or "
-                "Idefics3 family, 'default', or open_clip:TOWER:DECODER_DIRECTORY"
-            )
-        return cls(directory, tower)
-
-    @property
-    def name(self) -> str:
-        """As clients see it."""
-        if not self.tower and self.directory.samefile(DEFAULT_MODEL):
-            return "vlm-default"
-        return "+".join(filter(None, (self.tower, self.directory.resolve().name)))
-
-    @property
-    def tower_file(self) -> Path | None:
-        return _existing(self.directory / "open_clip.safetensors")
-
-    @property
-    def connector_file(self) -> Path | None:
-        return _existing(self.directory / "connector.safetensors")
-
-    def open_clip_config(self, d_model: int) -> EncoderConfig:
-        """Raises EncoderConfigError, with the known names, for an unknown tower."""
-        connector = ConnectorConfig("average_pool", OPEN_CLIP_POOLING_SIDE, d_model)
-        return EncoderConfig(open_clip_tower(self.tower), connector)
-
-
-def _existing(path: Path) -> Path | None:
-    return path if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -94,40 +39,54 @@ class ModelSpec:
     geometry: VisionGeometry
     tokenizer: Tokenizer
     preprocess: PreprocessSpec
-    revision: str  # of the encoder, 64 hex digits
+    checkpoint: Checkpoint
     kv: KvStorage = "float32"  # how the engine stores its cache
     _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def load(cls, model: str | Path, *, variant: Variant = "fast", kv: KvStorage = "float32") -> ModelSpec:
-        """Reads a checkpoint directory's JSON files and hashes its vision weights.
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        variant: Variant = "fast",
+        kv: KvStorage = "float32",
+        files: Files = "all",
+    ) -> ModelSpec:
+        """Reads a checkpoint's JSON files; `files`: how much of it has to be here.
 
         Raises ConfigError (or the package's own ValueError) where it isn't a checkpoint of a known family.
         """
-        source = ModelSource.parse(model)
+        source = ModelSource.parse(model, files)
         checkpoint = Checkpoint.read(source.directory)
-        decoder = checkpoint.decoder
         if source.tower:
             family = None
-            encoder = source.open_clip_config(decoder.d_model)
+            encoder = source.open_clip_config(checkpoint.decoder.d_model)
             preprocess = PreprocessSpec(AspectGridTiling(encoder.tower.image_size), variant=variant)
-            revision = open_clip_revision(
-                encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
-            )
         else:
             family, encoder = checkpoint.family, checkpoint.encoder
-            preprocess, revision = checkpoint.preprocess(variant), checkpoint.revision
+            preprocess = checkpoint.preprocess(variant)
         return cls(
             name=source.name,
             source=source,
             family=family,
-            decoder=decoder,
+            decoder=checkpoint.decoder,
             shape=checkpoint.shape,
             geometry=encoder.geometry,
             tokenizer=Tokenizer.from_directory(source.directory),
             preprocess=preprocess,
-            revision=revision,
+            checkpoint=checkpoint,
             kv=kv,
+        )
+
+    @cached_property
+    def revision(self) -> str:
+        """64 hex digits of what visual tokens depend on besides the tiles; reads the vision weights."""
+        source = self.source
+        if not source.tower:
+            return self.checkpoint.revision
+        encoder = source.open_clip_config(self.decoder.d_model)
+        return open_clip_revision(
+            encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
         )
 
     @property

@@ -136,6 +136,44 @@ def tokens(
 
 
 @app.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="A checkpoint's hub id.")],
+    as_json: Json = False,
+) -> None:
+    """Download a checkpoint from the hub; a download that broke goes on where it stopped.
+
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to other tools.
+
+    Example: vlm pull HuggingFaceTB/SmolVLM-256M-Instruct
+    """
+    from vlm.cli.models import pull as command
+
+    command(model, as_json=as_json)
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the checkpoints that are here, and what runs them.
+
+    Example: vlm models
+    """
+    from vlm.cli.models import models as command
+
+    command(as_json=as_json)
+
+
+@app.command()
+def families(as_json: Json = False) -> None:
+    """List the families of checkpoints that can be served, with sizes and licences.
+
+    Example: vlm families
+    """
+    from vlm.cli.models import families as command
+
+    command(as_json=as_json)
+
+
+@app.command()
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements.")] = False,
     as_json: Json = False,

@@ -12,7 +12,8 @@ from vlm.config import DEFAULT_MODEL, EngineOptions
 Model = Annotated[
     str,
     typer.Option(
-        help="A Hugging Face checkpoint directory, open_clip:TOWER:DECODER_DIRECTORY, or 'default'."
+        help="A checkpoint directory, a hub id (ORG/NAME or ORG/NAME@REVISION), open_clip:TOWER:DECODER, or "
+        "'default'."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]

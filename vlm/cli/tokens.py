@@ -35,7 +35,7 @@ def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
 
 def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: bool) -> None:
     """One image that can't be read does not keep the others' costs back; the exit code tells."""
-    spec = ModelSpec.load(model)
+    spec = ModelSpec.load(model, files="text")
     rows, refusals = [], []
     for path in paths:
         try:

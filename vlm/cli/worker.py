@@ -62,9 +62,10 @@ def worker_encode(
     Example: vlm worker encode --broker redis://127.0.0.1:6379/0
     """
     from vlm.build import build_tile_batcher, visual_format
+    from vlm.model_source import pinned
     from workers.cluster.worker.encode_worker import run as run_worker
 
-    options = engine_options(model, threads=threads, device=device, dtype=dtype)
+    options = pinned(engine_options(model, threads=threads, device=device, dtype=dtype))
     run_worker(
         broker, store or broker, lambda: build_tile_batcher(options), visual_format(options), concurrency
     )
@@ -90,6 +91,7 @@ def worker_generate(
     Example: vlm worker generate --broker redis://127.0.0.1:6379/0 --threads 8
     """
     from vlm.build import build_runner
+    from vlm.model_source import pinned
     from workers.cluster.worker.generate_worker import run as run_worker
 
     options = engine_options(
@@ -102,4 +104,5 @@ def worker_generate(
         kv_cache_mb=kv_cache_mb,
         max_running=max_running,
     )
+    options = pinned(options)
     run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)

@@ -20,6 +20,7 @@ from preprocess.types import TilingRule
 from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL
 from vlm.families.registry import find_family
+from vlm.hub import Hub, HubError, parse_hub_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,12 @@ def load_model(name: str) -> PlannedModel:
     presets = _presets("models.json")
     if name in presets:
         return _from_preset(name, presets[name])
-    path = Path(DEFAULT_MODEL) if name == "default" else Path(name)
+    path = _path(name)
     config_file = path / "config.json" if path.is_dir() else path
     if not config_file.is_file():
         raise CostError(
-            f"{name} is neither a preset nor a config.json; presets: default, {', '.join(presets)}"
+            f"{name} is not a preset, a hub id, a checkpoint directory or a config.json; "
+            f"presets: default, {', '.join(presets)}"
         )
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -73,6 +75,19 @@ def load_model(name: str) -> PlannedModel:
     if not isinstance(config, dict):
         raise CostError(f"{name} is not a JSON object")
     return _from_config(name, config, config_file.parent)
+
+
+def _path(name: str) -> Path:
+    """A folder or file, or a hub's checkpoint by its JSON files alone. Raises CostError."""
+    if name == "default":
+        return Path(DEFAULT_MODEL)
+    hub_id = None if Path(name).exists() else parse_hub_id(name)
+    if hub_id is None:
+        return Path(name)
+    try:
+        return Hub().fetch(hub_id, "config")
+    except HubError as error:
+        raise CostError(str(error)) from None
 
 
 def _from_preset(name: str, raw: Mapping[str, Any]) -> PlannedModel:
