@@ -150,7 +150,8 @@ def test_a_running_decode_gets_a_token_every_step_of_bounded_size(
     history: list[tuple[str, int]], chunk: int
 ) -> None:
     """S5: the wait for the next token is one step, and a step holds no more than the running decodes and
-    max(min_chunk, max_step - decodes) prompt tokens. Only batch work gives way, to interactive prompts."""
+    max(min_chunk, max_step - decodes) prompt tokens. Only batch work gives way: to interactive prompts, and
+    with its slot to interactive requests."""
     harness = Harness(num_blocks=400, max_step_tokens=chunk, max_running=6)
     count = 0
     for action, value in [*history, *[("wait", 1)] * 200]:
@@ -167,7 +168,9 @@ def test_a_running_decode_gets_a_token_every_step_of_bounded_size(
             events = harness.step()
             served = {event.request_id for event in events if isinstance(event, Delta)}
             assert all(groups[name].priority == "batch" for name in alive - served)
-            assert prompts or alive <= served
+            ended = groups.keys() - harness.engine._groups.keys()
+            num_slots = len(harness.engine._scheduler.queues.running) + len(ended)
+            assert prompts or alive <= served or num_slots == 6  # all of them in use: batch work had to wait
             if harness.engine.is_idle:
                 continue
             plan = harness.backend.plans[-1]
