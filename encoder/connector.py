@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, TowerConfig
+from encoder.tower import gelu
 
 
 def pixel_shuffle(x: Tensor, reduction: int) -> Tensor:
@@ -53,16 +54,19 @@ class AveragePool(nn.Module):
 
 
 class MlpConnector(nn.Module):
-    """Joined patches (none at reduction 1, as in LLaVA), then two layers with an exact GELU between."""
+    """Joined patches (none at reduction 1, as in LLaVA), a norm where set, two layers with a GELU between."""
 
     def __init__(self, config: ConnectorConfig, width: int) -> None:
         super().__init__()
+        joined = width * config.reduction**2
         self.reduction = config.reduction
-        self.fc1 = nn.Linear(width * config.reduction**2, config.intermediate)
+        self.activation = config.activation
+        self.norm = nn.LayerNorm(joined) if config.norm else nn.Identity()
+        self.fc1 = nn.Linear(joined, config.intermediate)
         self.fc2 = nn.Linear(config.intermediate, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(pixel_shuffle(x, self.reduction))))
+        return self.fc2(gelu(self.fc1(self.norm(pixel_shuffle(x, self.reduction))), self.activation))
 
 
 CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {

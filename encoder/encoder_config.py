@@ -9,6 +9,7 @@ from encoder.geometry import TowerShape, VisionGeometry
 
 Activation = Literal["gelu", "gelu_tanh"]
 ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
+NormKind = Literal["layer", "rms"]
 
 
 class EncoderConfigError(ValueError):
@@ -17,7 +18,7 @@ class EncoderConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
-    """A SigLIP vision transformer without its pooling head."""
+    """A pre-norm vision transformer without its pooling head: SigLIP as it stands, others by its options."""
 
     width: int
     num_layers: int
@@ -27,6 +28,11 @@ class TowerConfig:
     patch_size: int  # pixels
     activation: Activation = "gelu_tanh"
     norm_eps: float = 1e-6
+    norm: NormKind = "layer"
+    final_norm: NormKind | None = "layer"
+    qkv_bias: bool = True
+    qk_norm: bool = False  # an RMS norm over the whole width of q and of k, before the heads
+    class_token: bool = False  # in front of the patches, dropped behind the last block
 
     def __post_init__(self) -> None:
         for name in ("width", "num_layers", "num_heads", "intermediate", "image_size", "patch_size"):
@@ -36,12 +42,18 @@ class TowerConfig:
             raise EncoderConfigError("tower: width must be a multiple of num_heads")
         if self.patch_size > self.image_size:
             raise EncoderConfigError("tower: patch_size must not exceed image_size")
+        if self.norm not in get_args(NormKind):
+            raise EncoderConfigError(f"tower: norm must be one of {', '.join(get_args(NormKind))}")
         if self.activation not in get_args(Activation):
             raise EncoderConfigError(f"tower: activation must be one of {', '.join(get_args(Activation))}")
 
     @property
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_positions(self) -> int:
+        return self.num_patches + self.class_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,8 @@ class ConnectorConfig:
     reduction: int  # patches joined per side
     d_model: int  # the decoder's width
     intermediate: int = 0  # hidden width of the `mlp` kind
+    norm: bool = False  # `mlp` kind: a LayerNorm over the joined patches comes first
+    activation: Activation = "gelu"  # of the `mlp` kind
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConnectorKind):
@@ -60,6 +74,8 @@ class ConnectorConfig:
             raise EncoderConfigError("connector: reduction and d_model must be at least 1")
         if (self.kind == "mlp") != (self.intermediate > 0):
             raise EncoderConfigError("connector: intermediate belongs to the mlp kind, which needs it")
+        if self.norm and self.kind != "mlp":
+            raise EncoderConfigError("connector: norm belongs to the mlp kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +116,5 @@ class EncoderConfig:
             d_model=self.connector.d_model,
             connector=self.connector.kind,
             connector_intermediate=self.connector.intermediate,
+            extra_positions=int(self.tower.class_token),
         )

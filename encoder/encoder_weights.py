@@ -103,17 +103,20 @@ def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dic
     expected: dict[str, tuple[int, ...]] = {}
     for key, source in sources.items():
         shape = (shapes[key][0] // len(source.names), *shapes[key][1:])
-        if source.fold == "bucketed_positions":
-            shape = (config.tower.num_patches, config.tower.width)
+        if source.fold in ("positions", "bucketed_positions"):
+            shape = (config.tower.num_positions, config.tower.width)
         expected |= dict.fromkeys(source.names, shape)
+        if source.by:
+            expected[source.by] = shape[:1]
     return expected
 
 
 def _read(
     entries: Mapping[str, TensorEntry], sources: Sources, dtype: torch.dtype, config: EncoderConfig
 ) -> dict[str, Tensor]:
-    """Reads only the named tensors, file by file, each converted as it is read."""
-    wanted = {name for source in sources.values() for name in source.names}
+    """Reads only the named tensors, file by file, each converted as it is read unless it is folded."""
+    wanted = {name for source in sources.values() for name in source.all_names}
+    folded = {name for source in sources.values() if source.by for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
@@ -122,16 +125,20 @@ def _read(
         with safe_open(file, framework="pt") as handle:
             for name in sorted(wanted):
                 if entries[name].file == file:
-                    parts[name] = handle.get_tensor(name).to(dtype)
-    return {key: _made(source, parts, config) for key, source in sources.items()}
+                    parts[name] = handle.get_tensor(name).to(torch.float32 if name in folded else dtype)
+    return {key: _made(source, parts, config).to(dtype) for key, source in sources.items()}
 
 
 def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Tensor:
-    """One parameter of ours out of its tensors, which are let go."""
+    """One parameter of ours out of its tensors, which are let go; a scale serves weight and bias."""
     tensors = [parts.pop(name) for name in source.names]
     joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     if source.fold == "bucketed_positions":
         return joined[bucketed_positions(config.geometry.grid_side)][None]
+    if source.fold == "positions":
+        return joined[None]
+    if source.fold == "layer_scale":
+        return joined * parts[source.by].view(-1, *[1] * (joined.dim() - 1))
     return joined
 
 

@@ -52,6 +52,7 @@ class TowerShape:
     d_model: int  # the decoder's width
     connector: Literal["pixel_shuffle", "average_pool", "mlp"] = "pixel_shuffle"
     connector_intermediate: int = 0  # hidden width of the mlp connector
+    extra_positions: int = 0  # per tile, beside its patches: a class token
     nominal_params: int = 0  # above 0: stands in for patch_params, as in "400M"
 
     @property
@@ -83,9 +84,9 @@ class TowerShape:
 
     def flops(self, num_tiles: int) -> float:
         """2 P N + 4 L N^2 d per tile with bidirectional attention, and the connector's product."""
-        patches = self.geometry.patches_per_tile
-        linear = 2 * self.patch_params * patches
-        attention = 4 * self.num_layers * patches**2 * self.width
+        positions = self.geometry.patches_per_tile + self.extra_positions
+        linear = 2 * self.patch_params * positions
+        attention = 4 * self.num_layers * positions**2 * self.width
         connector = 2 * self.connector_params * self.geometry.tokens_per_tile
         return float(num_tiles * (linear + attention + connector))
 

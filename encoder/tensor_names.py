@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from encoder.checkpoint import CheckpointError
 
-Fold = Literal["none", "bucketed_positions"]
-"""What is done to a parameter while it is loaded, in float32; `encoder.encoder_weights` does it."""
+Fold = Literal["none", "positions", "bucketed_positions", "layer_scale"]
+"""What is done to a parameter while it is loaded, in float32: a batch axis in front of a position table, the
+table's rows by Idefics3's buckets, rows times those of `Source.by`. `encoder.encoder_weights` does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,15 @@ class Source:
 
     names: tuple[str, ...]
     fold: Fold = "none"
+    by: str = ""  # of "layer_scale": a tensor with a factor for each row
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, self.by) if self.by else self.names
+
+    def prefixed(self, prefix: str) -> Source:
+        by = prefix + self.by if self.by else ""
+        return Source(tuple(prefix + name for name in self.names), self.fold, by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,10 @@ class VisualNames:
             return True
         return not name.startswith(self.text_prefixes)
 
+    def fits(self, names: Collection[str]) -> bool:
+        probe = _probe(self.tower)
+        return any(prefix + probe in names for prefix in self.tower_prefixes)
+
     def resolve(self, names: Iterable[str]) -> tuple[dict[str, Source], dict[str, Source]]:
         """(tower, connector) with whole names, as a checkpoint of these tensors spells them.
 
@@ -51,14 +65,20 @@ class VisualNames:
         )
 
 
+def layout_of(layouts: Sequence[VisualNames], names: Collection[str]) -> VisualNames:
+    """The layout that a checkpoint of these tensors has; the first where none fits, for its errors."""
+    return next((layout for layout in layouts if layout.fits(names)), layouts[0])
+
+
+def _probe(sources: Mapping[str, Source]) -> str:
+    return next(iter(sources.values())).names[0]
+
+
 def _prefixed(
     sources: Mapping[str, Source], prefixes: tuple[str, ...], present: frozenset[str]
 ) -> dict[str, Source]:
-    probe = next(iter(sources.values())).names[0]
+    probe = _probe(sources)
     prefix = next((p for p in prefixes if p + probe in present), None)
     if prefix is None:
         raise CheckpointError(f"the checkpoint lacks {prefixes[0]}{probe}")
-    return {
-        ours: Source(tuple(prefix + name for name in source.names), source.fold)
-        for ours, source in sources.items()
-    }
+    return {ours: source.prefixed(prefix) for ours, source in sources.items()}

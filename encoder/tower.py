@@ -1,4 +1,4 @@
-"""SigLIP vision tower, laid out and named as timm builds it for open_clip.
+"""The vision tower, laid out and named as timm builds SigLIP's for open_clip; other towers by their options.
 
 Reference: timm.models.vision_transformer.VisionTransformer with `class_token=False`, up to and including
 its final norm (`forward_features`); the attention pooling behind it is not part of a VLM's tower.
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.encoder_config import Activation, TowerConfig
+from encoder.encoder_config import Activation, NormKind, TowerConfig
 
 TANH_GELU_SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 TANH_GELU_CUBIC = 0.044715
+QK_NORM_EPS = 1e-6
 
 
 def gelu(x: Tensor, kind: Activation) -> Tensor:
@@ -39,16 +40,31 @@ class PatchEmbed(nn.Module):
         return self.proj(pixels).flatten(2).transpose(1, 2)  # [n, patches, width], in reading order
 
 
+def build_norm(kind: NormKind | None, config: TowerConfig) -> nn.Module:
+    if kind is None:
+        return nn.Identity()
+    norm = nn.LayerNorm if kind == "layer" else nn.RMSNorm
+    return norm(config.width, eps=config.norm_eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
+            self.k_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         n, patches, width = x.shape
-        qkv = self.qkv(x).view(n, patches, 3, self.num_heads, width // self.num_heads)
+        qkv = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.chunk(3, dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        qkv = qkv.view(n, patches, 3, self.num_heads, width // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
         mixed = F.scaled_dot_product_attention(q, k, v)
         return self.proj(mixed.transpose(1, 2).reshape(n, patches, width))
@@ -68,9 +84,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm1 = build_norm(config.norm, config)
         self.attn = Attention(config)
-        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm2 = build_norm(config.norm, config)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,12 +100,17 @@ class Tower(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.patch_embed = PatchEmbed(config)
-        self.pos_embed = nn.Parameter(torch.empty(1, config.num_patches, config.width))
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.width)) if config.class_token else None
+        self.pos_embed = nn.Parameter(torch.empty(1, config.num_positions, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm = build_norm(config.final_norm, config)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = self.patch_embed(pixels) + self.pos_embed
+        x = self.patch_embed(pixels)
+        if self.cls_token is not None:
+            x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
+        x = x + self.pos_embed
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.cls_token is None else x[:, 1:]

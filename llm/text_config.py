@@ -110,6 +110,7 @@ def class_defaults(model_type: str) -> dict[str, Any]:
 
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6}  # every n-th layer sees everything
+_PARTS = ("text_config", "llm_config")
 _KINDS: dict[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "sliding",
@@ -121,12 +122,12 @@ _FIRST_QWEN_WINDOW = 28  # default max_window_layers
 
 
 def text_part(config: Mapping[str, Any], tied_default: bool | None = None) -> dict[str, Any]:
-    """The decoder's own keys, `text_config` where the config is of a model that holds a decoder.
+    """The decoder's own keys, of a part of the config where it is a model's that holds a decoder.
 
     The outer `tie_word_embeddings` wins over the inner one; where neither config has an outer flag,
     `tied_default` does, which is the outer class's default.
     """
-    inner = config.get("text_config")
+    inner = next((config[key] for key in _PARTS if isinstance(config.get(key), Mapping)), None)
     text = dict(inner) if isinstance(inner, Mapping) else dict(config)
     tied = config.get("tie_word_embeddings")
     tied = tied_default if tied is None else tied

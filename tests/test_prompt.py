@@ -198,7 +198,7 @@ def test_no_character_of_a_text_turns_into_a_special_token(spec: ModelSpec) -> N
         spec.prompt_builder.build([Message("user", ("a \ud800",))])
 
 
-@given(text=st.text(st.sampled_from("<|>/_abc "), max_size=12), pad=st.sampled_from(["", " "]))
+@given(text=st.text(st.sampled_from("<|>/_abc"), max_size=12), pad=st.sampled_from(["", " "]))
 @settings(deadline=None)
 def test_tokens_that_overlap_are_quoted_wherever_they_begin(text: str, pad: str) -> None:
     quoting = Quoting(["<a>", ">b<", "<", "<|_|>", "c_c"])
@@ -206,6 +206,6 @@ def test_tokens_that_overlap_are_quoted_wherever_they_begin(text: str, pad: str)
         rendered = quoting.quote(text[:cut] + pad) + quoting.quote(pad + text[cut:])
         assert len(rendered) == len(text) + 2 * len(pad)
         pieces = quoting.split(rendered.replace(" ", ""))
-        assert "".join(piece for piece, _ in pieces) == text.replace(" ", "")
+        assert "".join(piece for piece, _ in pieces) == text
         plain = [piece for piece, is_quoted in pieces if not is_quoted]
         assert not any(token in piece for piece in plain for token in ("<a>", ">b<", "<", "<|_|>", "c_c"))

@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from encoder.checkpoint import read_index
 from encoder.encoder_config import EncoderConfig
 from encoder.revision import encoder_revision
-from encoder.tensor_names import VisualNames
+from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
 from preprocess.stage import PreprocessSpec
@@ -41,6 +42,8 @@ class Checkpoint:
     @cached_property
     def processor(self) -> Json:
         """The image processor's settings."""
+        if self.config.get("model_type") in self.family.without_processor:
+            return {}
         files = {
             name: read_json_object(self.directory / name)
             for name in _PROCESSOR_FILES
@@ -71,7 +74,8 @@ class Checkpoint:
 
     @cached_property
     def visual_names(self) -> VisualNames:
-        return self.family.visual_names(self.encoder)
+        """Where this checkpoint keeps the encoder's tensors. Raises CheckpointError where it holds none."""
+        return layout_of(self.family.visual_names(self.encoder), read_index(self.directory))
 
     def preprocess(self, variant: Variant = "fast") -> PreprocessSpec:
         return self.family.preprocess(self.config, self.processor, variant)

@@ -116,7 +116,7 @@ class ModelSpec:
     def image_format(self) -> ImageFormat:
         if self.family is None:
             return PlainFormat(OPEN_CLIP_IMAGE_ID, self.geometry.tokens_per_tile)
-        return self.family.image_format(self.tokenizer, self.geometry)
+        return self.family.image_format(self.checkpoint.config, self.tokenizer, self.geometry)
 
     @cached_property
     def prompt_builder(self) -> PromptBuilder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,10 @@ class Family:
     encoder: Callable[[Json, Json], EncoderConfig]
     decoder: Callable[[Json], DecoderConfig]
     preprocess: Callable[[Json, Json, Variant], PreprocessSpec]
-    image_format: Callable[[PromptTokenizer, VisionGeometry], ImageFormat]
-    visual_names: Callable[[EncoderConfig], VisualNames]
+    image_format: Callable[[Json, PromptTokenizer, VisionGeometry], ImageFormat]
+    visual_names: Callable[[EncoderConfig], Sequence[VisualNames]]  # layouts, the first that fits is taken
     text_names: TextNames
+    without_processor: tuple[str, ...] = ()  # model types whose config.json holds the processor's settings
 
 
 def image_processor(files: Mapping[str, Json | None], types: tuple[str, ...]) -> Json:

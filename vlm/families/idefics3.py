@@ -74,19 +74,20 @@ def preprocess(config: Json, processor: Json, variant: Variant) -> PreprocessSpe
     return PreprocessSpec(tiling(processor), variant=variant, resample=resample)
 
 
-def image_format(tokenizer: PromptTokenizer, geometry: VisionGeometry) -> ImageFormat:
+def image_format(config: Json, tokenizer: PromptTokenizer, geometry: VisionGeometry) -> ImageFormat:
     return Idefics3Format(tokenizer.token_id(PLACEHOLDER), geometry.tokens_per_tile)
 
 
-def visual_names(config: EncoderConfig) -> VisualNames:
+def visual_names(config: EncoderConfig) -> Sequence[VisualNames]:
     positions = Source(("embeddings.position_embedding.weight",), "bucketed_positions")
-    return VisualNames(
+    names = VisualNames(
         tower_prefixes=("model.vision_model.",),
         connector_prefixes=("model.connector.",),
         tower=siglip_sources(config.tower.num_layers) | {"pos_embed": positions},
         connector={"proj.weight": Source(("modality_projection.proj.weight",))},
         text_prefixes=("model.text_model.", "lm_head."),
     )
+    return (names,)
 
 
 @dataclass(frozen=True)
