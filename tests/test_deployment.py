@@ -19,10 +19,10 @@ import pytest
 import typer
 import yaml
 from conftest import RedisServer
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from scripts_of import ROOT, load_script
 
-from packaging.requirements import Requirement
 from vlm.cli.main import app
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

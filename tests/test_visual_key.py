@@ -23,7 +23,8 @@ WHOLE = {
 
 
 def key(digest: str, detail: Any, variant: Any, background: Any, revision: str, namespace: str) -> str:
-    spec = replace(SPEC, revision=revision)
+    spec = replace(SPEC)
+    vars(spec)["revision"] = revision  # else read from the weights once, and kept
     how = replace(spec.preprocess_spec(detail), variant=variant, background=background)
     return spec.visual_key(digest, how, namespace)
 
