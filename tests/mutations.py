@@ -37,7 +37,7 @@ MUTATIONS = [
         "llm/scheduling/prefix.py",
         "image_touches(spans, start, start + size) if start < group.spans_end else ()",
         "()",
-        ("test_engine_images.py",),
+        ("test_engine_images.py::test_same_ids_with_another_image_never_share_a_block",),
     ),
     Mutation(
         "preemption ignores the batch class",
@@ -114,7 +114,7 @@ MUTATIONS = [
         "preprocess/pages.py",
         "signal.setitimer(signal.ITIMER_PROF, limits.page_cpu_s)",
         "pass",
-        ("test_child_limits.py::test_a_page_that_draws_for_ever_ends_by_its_processor_time",),
+        ("test_child_limits.py::test_a_page_that_draws_for_long_ends_by_its_processor_time",),
     ),
     Mutation(
         "a process that compiles grammars may use all memory",

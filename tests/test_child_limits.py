@@ -78,13 +78,13 @@ def test_a_process_that_compiles_grammars_has_the_memory_it_may_use(children: se
         grammars.close()
 
 
-def test_a_page_that_draws_for_ever_ends_by_its_processor_time(tmp_path: Path) -> None:
-    """The wall deadline is far away: it is the timer that ends the page. Starting takes a second or so."""
+def test_a_page_that_draws_for_long_ends_by_its_processor_time(tmp_path: Path) -> None:
+    """Some eight seconds of drawing, and a wall deadline far away: only the timer can end the page."""
     path = tmp_path / "slow.pdf"
-    path.write_bytes(raw_pdf("0 0 m 100 0 100 100 0 100 c f\n" * 300_000))
+    path.write_bytes(raw_pdf("0 0 m 100 0 100 100 0 100 c f\n" * 30_000))
 
     async def run() -> str:
-        renderer = PageRenderer(PageLimits(dpi=300, page_cpu_s=1, page_deadline_s=90))
+        renderer = PageRenderer(PageLimits(dpi=300, page_cpu_s=1, page_deadline_s=100))
         try:
             with pytest.raises(ImageError) as caught:
                 await renderer.render(str(path), 0)
@@ -92,10 +92,4 @@ def test_a_page_that_draws_for_ever_ends_by_its_processor_time(tmp_path: Path) -
         finally:
             await renderer.close()
 
-    def used_s() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    before = used_s()
     assert asyncio.run(run()) == "page_timeout"
-    assert used_s() - before < 6
