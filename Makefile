@@ -5,10 +5,6 @@ BIN := $(VENV)/bin
 # Two busy OpenMP processes on two cores slow each other tenfold: one thread each, and no spinning.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
-SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
-DEBIAN_PACKAGES := gcc g++ libc6-dev python3-dev python3-venv libjpeg-dev zlib1g-dev libwebp-dev libtiff-dev libfreetype-dev \
-	fonts-dejavu-core redis-server chromium
-
 .PHONY: demo test test-all lint env system clean
 
 # make demo MODEL=ORG/NAME asks a checkpoint of the hub
@@ -29,14 +25,9 @@ lint: env
 env: system
 	@$(PYTHON) scripts/setup_env.py $(VENV)
 
-# Compiler, image headers, fonts and redis-server, where apt-get is at hand and something is missing.
+# Compiler, image headers, fonts, redis-server and chromium, where apt-get is at hand and one is missing.
 system:
-	@if command -v apt-get >/dev/null && ! { command -v cc && command -v redis-server && command -v chromium && \
-		test -e /usr/include/tiff.h -o -e /usr/include/$$(uname -m)-linux-gnu/tiff.h && \
-		$(PYTHON) -c 'import venv, ensurepip' && test -e /usr/include/webp/decode.h; } >/dev/null 2>&1; then \
-		echo "setup: installing Debian packages: $(DEBIAN_PACKAGES)"; \
-		$(SUDO) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -y -qq $(DEBIAN_PACKAGES) >/dev/null; \
-	fi
+	@$(PYTHON) scripts/setup_system.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,8 @@
     python3 scripts/setup_env.py .venv
 
 PIL is pillow-simd where it can be built (a compiler and the headers of libjpeg, zlib, libwebp and
-libtiff), else Pillow >= 13 with one notice. VLM_PIL=pillow asks for Pillow.
+libtiff), else Pillow with one notice. VLM_PIL=pillow asks for Pillow. VLM_TORCH_INDEX names a package index
+that torch and torchvision come from: one of CPU-only builds saves gigabytes where no GPU is used.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PILLOW_SIMD = "pillow-simd==12.1.1.post0"
-INPUTS = ("pyproject.toml", "constraints.txt", "packaging/pillow-shim/pyproject.toml", "scripts/setup_env.py")
+SHIM = "packaging/pillow-shim/pyproject.toml"
 
 
-def fingerprint() -> str:
-    digest = hashlib.sha256(f"{sys.version} {os.environ.get('VLM_PIL', '')}".encode())
-    for name in INPUTS:
-        digest.update((ROOT / name).read_bytes())
-    return digest.hexdigest()
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def fingerprints() -> tuple[str, str]:
+    """Of what an environment is made of, and of the packages that are installed into it: where only these
+    are other ones, the environment is kept. Of pyproject.toml only what it asks for counts."""
+    import tomllib
+
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = file["project"]
+    variables = [os.environ.get(name, "") for name in ("VLM_PIL", "VLM_TORCH_INDEX")]
+    made_of = _digest(sys.version, variables, PILLOW_SIMD, (ROOT / SHIM).read_bytes())
+    asked = (file["build-system"], project["dependencies"], project["optional-dependencies"])
+    texts = [(ROOT / name).read_bytes() for name in ("constraints.txt", "scripts/setup_env.py")]
+    return made_of, _digest(asked, texts)
 
 
 def avx2_flag() -> str:
@@ -59,27 +71,48 @@ def install_pil(python: Path) -> None:
         subprocess.run(
             [str(python), "-m", "pip", "uninstall", "-q", "-y", "pillow", "pillow-simd"], check=False
         )
-    if pip(python, "pillow>=13"):
+    if pip(python, "pillow>=13,<13.1"):
         sys.exit("setup: neither pillow-simd nor Pillow could be installed")
 
 
+def install_torch(python: Path) -> None:
+    """From VLM_TORCH_INDEX, where that is set; what depends on torch then finds it there."""
+    index = os.environ.get("VLM_TORCH_INDEX")
+    if index and pip(
+        python, "--no-deps", "-c", "constraints.txt", "--index-url", index, "torch", "torchvision"
+    ):
+        sys.exit(f"setup: VLM_TORCH_INDEX={index} lacks the torch or torchvision of constraints.txt")
+
+
+def make(target: Path, python: Path) -> None:
+    """A fresh environment with the packages that others must not bring along."""
+    shutil.rmtree(target, ignore_errors=True)
+    if subprocess.run([sys.executable, "-m", "venv", str(target)]).returncode:
+        sys.exit("setup: can't make a virtual environment; on Debian: apt-get install python3-venv")
+    if pip(python, "setuptools>=77", "wheel"):
+        sys.exit("setup: pip can't reach a package index")
+    install_pil(python)
+    install_torch(python)
+
+
 def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036  the one script that an older Python may be given
+        sys.exit(f"setup: Python 3.11 or newer is needed, not {platform.python_version()}; set PYTHON=...")
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")
     stamp = target / ".setup-fingerprint"
     python = target.absolute() / "bin" / "python"
-    if stamp.exists() and stamp.read_text() == fingerprint() and python.exists():
+    made_of, packages = fingerprints()
+    found = stamp.read_text().split() if stamp.exists() and python.exists() else []
+    if found == [made_of, packages]:
         print(f"setup: {target} is ready")
     else:
-        shutil.rmtree(target, ignore_errors=True)
-        if subprocess.run([sys.executable, "-m", "venv", str(target)]).returncode:
-            sys.exit("setup: can't make a virtual environment; on Debian: apt-get install python3-venv")
-        if pip(python, "setuptools>=77", "wheel"):
-            sys.exit("setup: pip can't reach a package index")
-        install_pil(python)
+        stamp.unlink(missing_ok=True)
+        if found[:1] != [made_of]:
+            make(target, python)
         print("setup: installing dependencies (torch is large: a few minutes, once)", flush=True)
         if pip(python, "-c", "constraints.txt", "-e", ".[dev]"):
             sys.exit("setup: installing the dependencies failed; see pip's message above")
-        stamp.write_text(fingerprint())
+        stamp.write_text(f"{made_of} {packages}")
     # A cached environment may have been made for another checkout: point it at this one.
     if pip(python, "--no-deps", "--no-build-isolation", "-e", "."):
         sys.exit("setup: installing the project itself failed")

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,27 +18,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-class RedisServer:
-    """A real redis-server on a free port, with an append-only file so that a restart loses nothing."""
+DURABLE_REDIS = ("redis-server", "--save", "", "--appendonly", "yes", "--appendfsync", "always")
 
-    def __init__(self, directory: Path) -> None:
+
+class RedisServer:
+    """A real redis-server on a free port, with an append-only file so that a restart loses nothing.
+
+    `command`: another server than that, with options of its own.
+    """
+
+    def __init__(self, directory: Path, command: Sequence[str] = ()) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
+        self._command = command or DURABLE_REDIS
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         options = {
             "--port": str(self.port),
             "--bind": "127.0.0.1",
-            "--save": "",
-            "--appendonly": "yes",
-            "--appendfsync": "always",
             "--dir": str(self._directory),
         }
-        command = ["redis-server", *(word for pair in options.items() for word in pair)]
+        command = [*self._command, *(word for pair in options.items() for word in pair)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while not self._answers():

@@ -120,6 +120,11 @@ def block_table(backend: Backend, num_tokens: int, order: Sequence[int]) -> tupl
     return tuple(order[: -(-num_tokens // backend.block_size)])
 
 
+def ids_of(seed: int, count: int) -> list[int]:
+    """Random token ids of SMALL's vocabulary."""
+    return torch.randint(0, SMALL["vocab_size"], (count,), generator=torch.manual_seed(seed)).tolist()
+
+
 def run_chunks(
     backend: Backend, token_ids: Sequence[int], table: tuple[int, ...], chunks: Sequence[int]
 ) -> np.ndarray:

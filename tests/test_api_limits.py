@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import socket
 import struct
 import tracemalloc
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,6 +19,7 @@ from fake_engine_client import FakeEngine, LiveServer, ask, data_uri, image_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from waiting import wait_for
 
 from llm.request import Failed
 from preprocess.limits import ImageLimits
@@ -289,6 +293,31 @@ def test_body_cap_counts_while_reading(server: LiveServer) -> None:
         assert answered.status_code == 413
         assert running.service.body_bytes == 0
         assert http.post(CHAT, json=ask("Hi")).status_code == 200
+
+
+def test_bodies_in_flight_are_capped_together() -> None:
+    """One client's body is held in the middle; another one is refused while both would be too much, and taken
+    when the first has gone. A body alone may be as large as its own cap."""
+    config = ServeConfig(max_bodies_mb=1)
+    large = json.dumps(ask("Hi") | {"user": "x" * (1 << 20)}).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(large)}\r\n\r\n"
+    )
+    with live_server(config=config) as running, running.client() as http:
+        address = urlsplit(running.url)
+        with socket.create_connection((address.hostname, address.port)) as held:
+            held.sendall(head.encode() + large[: 900 << 10])
+            wait_for(lambda: running.service.body_bytes >= 900 << 10)
+            small = json.dumps(ask("Hi") | {"user": "x" * (200 << 10)}).encode()
+            refused = http.post(CHAT, content=small, headers={"content-type": "application/json"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "bodies_in_flight"
+            assert http.post(CHAT, json=ask("Hi")).status_code == 200  # there is room for a short one
+        wait_for(lambda: running.service.body_bytes == 0)
+        for content in (small, large):
+            answered = http.post(CHAT, content=content, headers={"content-type": "application/json"})
+            assert answered.status_code in (200, 400) and "in_flight" not in answered.text
+            wait_for(lambda: running.service.body_bytes == 0)
 
 
 def test_image_bytes_are_capped(server: LiveServer) -> None:

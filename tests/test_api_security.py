@@ -207,6 +207,18 @@ def test_rate_limit_tells_when_the_next_request_may_come() -> None:
     limiter.take("c", 0)
 
 
+def test_a_quiet_hour_saves_up_no_more_than_a_minutes_requests() -> None:
+    now = [0.0]
+    limiter = RateLimiter(lambda: now[0])
+    limiter.take("a", 3)
+    for quiet_s in (3600.0, 60.0, 1e9):
+        now[0] += quiet_s
+        for _ in range(3):
+            limiter.take("a", 3)
+        with pytest.raises(ApiError):
+            limiter.take("a", 3)
+
+
 def test_rate_limit_over_http() -> None:
     ring = KeyRing([ApiKey("a", hashlib.sha256(b"k").hexdigest(), "a", 2)])
     with live_server(keys=ring) as running, running.client(headers={"authorization": "Bearer k"}) as http:

@@ -146,6 +146,9 @@ def test_help_has_an_example(command: str) -> None:
 def test_doctor_names_the_imaging_library_in_use() -> None:
     import PIL
 
+    from llm.backend.native_build import LEVELS
+
     found = last_json(vlm("doctor", "--quick", "--json"))
     assert found["imaging"]["version"] == PIL.__version__
     assert found["imaging"]["library"] == ("pillow-simd" if ".post" in PIL.__version__ else "Pillow")
+    assert found["native"]["library"] and found["native"]["level"] in ("", *LEVELS)

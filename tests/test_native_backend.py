@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from decoders import CONFIGS, random_decoder, relative_error, run_chunks
+from decoders import CONFIGS, ids_of, random_decoder, relative_error, run_chunks
 from fidelity import DEFAULT_MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,10 +25,6 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 SETTINGS = settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def ids_of(seed: int, count: int) -> list[int]:
-    return torch.randint(0, 160, (count,), generator=torch.manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -195,11 +190,3 @@ def test_a_source_that_does_not_compile_leaves_no_file(
     with pytest.raises(NativeUnavailable, match="refused"):
         load_library()
     assert list(fresh_cache.iterdir()) == []
-
-
-@pytest.mark.parametrize("flags", [frozenset(), frozenset({"avx2", "f16c"})])
-def test_a_cpu_without_the_instructions_is_named(
-    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str]
-) -> None:
-    monkeypatch.setattr(native_build, "cpu_flags", lambda: flags)
-    assert "fma" in (why_unavailable() or "")

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoders import CONFIGS, random_decoder, relative_error, run_chunks
+from decoders import CONFIGS, ids_of, random_decoder, relative_error, run_chunks
 from fake_backend import ByteTokens, Harness, prompt_of, request_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llm.backend import native_build
 from llm.backend.base import Backend, StepItem, StepPlan
 from llm.backend.decoder import DecoderWeights
 from llm.backend.kv_pool import quantise_heads
@@ -35,10 +34,6 @@ SETTINGS = settings(
     deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 KINDS = [("native", "float32"), ("native", "int8"), ("native", "int4"), ("torch", "auto")]
-
-
-def ids_of(seed: int, count: int) -> list[int]:
-    return torch.randint(0, 160, (count,), generator=torch.manual_seed(seed)).tolist()
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> Tensor:
@@ -289,33 +284,3 @@ def test_engine_answers_are_the_same_cold_warm_and_preempted(preemption: str, tm
     stats = harness.engine.stats()
     assert (stats.preempted_swap if preemption == "swap" else stats.preempted_recompute) > 0
     assert sum(f.usage.cached_tokens for f in harness.finished.values() if f.usage) > 0
-
-
-@needs_native
-@pytest.mark.slow
-def test_one_register_of_sixteen_and_two_of_eight_give_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A build for any AVX2 machine against this machine's own, which may have AVX-512."""
-    path, _ = random_decoder(tmp_path, "llama_yarn_odd_sizes")
-    ids, table, chunks = ids_of(4, 100), tuple(range(8)), [1, 2, 3, 5, 9, 40, 40]
-
-    def logits() -> list[np.ndarray]:
-        return [
-            run_chunks(
-                load_backend(path, num_blocks=8, backend="native", weights=weights, kv=kv), ids, table, chunks
-            )
-            for weights, kv in (("int4", "int8"), ("int8", "float16"), ("bfloat16", "bfloat16"))
-        ]
-
-    own = logits()
-    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in native_build.FLAGS)
-    assert flags != native_build.FLAGS
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_build, "FLAGS", flags)
-    native_build.load_library.cache_clear()
-    try:
-        for portable, mine in zip(logits(), own, strict=True):
-            np.testing.assert_array_equal(portable, mine)
-    finally:
-        native_build.load_library.cache_clear()

@@ -214,6 +214,23 @@ def test_a_message_that_comes_twice_is_answered_once(redis_url: str, one: list[D
     asyncio.run(main())
 
 
+def test_a_message_redelivered_to_a_node_that_says_nothing_is_not_begun_again(
+    redis_url: str, one: list[DirectReplica]
+) -> None:
+    """The mark alone holds it back: no cancel, and the first answer has ended."""
+
+    async def main() -> None:
+        async with node(redis_url, one, SPEC) as (pipeline, _):
+            await ask(pipeline, "r", picture(0))
+            message = json.dumps({**json.loads(one[0].taken[0]), "call": "again", "sent_at": time.time()})
+            for _ in range(3):
+                await asyncio.to_thread(one[0].deliver(message).join)
+            stats = on_runner(one[0], lambda runner: runner.stats())
+            assert stats["engine"]["finished_stop"] == 2  # type: ignore[index]
+
+    asyncio.run(main())
+
+
 def test_a_late_message_is_not_begun(redis_url: str, one: list[DirectReplica]) -> None:
     async def main() -> None:
         async with node(redis_url, one, SPEC) as (pipeline, _):

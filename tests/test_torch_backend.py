@@ -6,16 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from decoders import random_decoder, relative_error, run_chunks
+from decoders import ids_of, random_decoder, relative_error, run_chunks
 
 from llm.backend import decoder
 from llm.backend.base import StepItem, StepPlan
 from vlm.loading import load_backend
-
-
-def ids_of(seed: int, count: int) -> list[int]:
-    return torch.randint(0, 160, (count,), generator=torch.manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize(

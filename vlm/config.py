@@ -80,7 +80,7 @@ class ServeConfig:
     image_store_mb: int = 512  # of all uploaded images
     image_ttl_s: float = 86400.0
     log_format: Literal["auto", "json", "plain"] = "auto"  # auto: plain on a terminal, else json
-    traces: bool = False  # OpenTelemetry spans over the stages; needs opentelemetry-api
+    traces: bool = False  # OpenTelemetry spans over the stages; needs the extra [trace]
 
 
 def from_mapping(cls: type[T], values: dict[str, Any]) -> T:

@@ -1,4 +1,4 @@
-// One decoder step on an x86-64 CPU (AVX2, FMA, F16C): ragged chunks of many sequences in one call.
+// One decoder step on an x86-64 CPU (v2 to v4, see native_lanes.h): ragged chunks of many sequences in one call.
 //
 // Arithmetic is float32; weights may be stored in 16, 8 or 4 bits, KV in 16 or 8. Every output value is computed by
 // one fixed sequence of operations that depends on its own row only, so a row's result is bitwise the same alone, in
@@ -55,15 +55,13 @@ constexpr int QUERY_ROWS = 48;    // that share one pass over the keys
 inline long pad16(long n) { return (n + 15) / 16 * 16; }
 
 void rms_norm(const float* x, const float* weight, float* out, int n, float eps) {
-    __m256 s = _mm256_setzero_ps();
+    V8 s = all8(0);
     int i = 0;
-    for (; i + 8 <= n; i += 8) { __m256 v = _mm256_loadu_ps(x + i); s = _mm256_fmadd_ps(v, v, s); }
+    for (; i + 8 <= n; i += 8) { const V8 v = load8(x + i); s = fma8(v, v, s); }
     float total = sum8(s);
     for (int j = i; j < n; j++) total += x[j] * x[j];
     const float scale = 1.0f / std::sqrt(total / float(n) + eps);
-    const __m256 scales = _mm256_set1_ps(scale);
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + i), scales), _mm256_loadu_ps(weight + i)));
+    for (i = 0; i + 8 <= n; i += 8) store8(out + i, mul8(mul8(load8(x + i), all8(scale)), load8(weight + i)));
     for (; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
@@ -79,13 +77,12 @@ void add_norm(float* x, const float* delta, long ldd, int M, int d, const float*
 
 // gate and up [M][2][Dp] -> silu(gate) * up, over gate
 void gated_silu(float* x, long width, int M) {
-    const __m256 one = _mm256_set1_ps(1.0f), zero = _mm256_setzero_ps();
+    const V8 one = all8(1), zero = all8(0);
     for (int t = 0; t < M; t++) {
         float *gate = x + t * 2 * width, *up = gate + width;
         for (long i = 0; i < width; i += 8) {
-            __m256 g = _mm256_loadu_ps(gate + i);
-            __m256 sigmoid = _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(zero, g))));
-            _mm256_storeu_ps(gate + i, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid), _mm256_loadu_ps(up + i)));
+            const V8 g = load8(gate + i), sigmoid = div8(one, add8(one, exp8(sub8(zero, g))));
+            store8(gate + i, mul8(mul8(g, sigmoid), load8(up + i)));
         }
     }
 }
@@ -145,11 +142,11 @@ inline void put(const Pages<T>& pages, int64_t page, int inside, int h, const fl
 
 // rows [R][KEYS] times 16 values from column `at` on
 inline void scale_columns(float* rows, int R, int at, const float* scales) {
-    const __m256 lo = _mm256_loadu_ps(scales), hi = _mm256_loadu_ps(scales + 8);
+    const V8 lo = load8(scales), hi = load8(scales + 8);
     for (int r = 0; r < R; r++) {
         float* to = rows + r * KEYS + at;
-        _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), lo));
-        _mm256_storeu_ps(to + 8, _mm256_mul_ps(_mm256_loadu_ps(to + 8), hi));
+        store8(to, mul8(load8(to), lo));
+        store8(to + 8, mul8(load8(to + 8), hi));
     }
 }
 
@@ -177,35 +174,27 @@ void write_kv(const Model& m, const Layer& layer, const Pages<T>& pages, const S
 // One softmax update: scores [64] of a row become weights; keys outside [lo, hi) get none.
 // maximum, total and output [Dp] are the row's state.
 inline void soften(float* scores, int lo, int hi, float& maximum, float& total, float* output, long Dp) {
-    __m256 v[8];
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256 minus_inf = _mm256_set1_ps(-INFINITY);
+    V8 v[8];
     const bool all = lo <= 0 && hi >= KEYS;
-    const __m256i low = _mm256_set1_epi32(lo - 1), high = _mm256_set1_epi32(hi);
-    __m256 best = minus_inf;
+    V8 best = all8(-INFINITY);
     for (int i = 0; i < 8; i++) {
-        v[i] = _mm256_loadu_ps(scores + i * 8);
-        if (!all) {
-            __m256i key = _mm256_add_epi32(lane, _mm256_set1_epi32(i * 8));
-            __m256i seen = _mm256_and_si256(_mm256_cmpgt_epi32(key, low), _mm256_cmpgt_epi32(high, key));
-            v[i] = _mm256_blendv_ps(minus_inf, v[i], _mm256_castsi256_ps(seen));
-        }
-        best = _mm256_max_ps(best, v[i]);
+        v[i] = load8(scores + i * 8);
+        if (!all) v[i] = between8(v[i], i * 8, lo, hi);
+        best = max8(best, v[i]);
     }
-    const float peak = max8(best);
+    const float peak = largest8(best);
     if (peak > maximum) {
-        const __m256 shrink = exp8(_mm256_set1_ps(maximum - peak));
-        total *= _mm256_cvtss_f32(shrink);
-        for (long d = 0; d < Dp; d += 8)
-            _mm256_storeu_ps(output + d, _mm256_mul_ps(_mm256_loadu_ps(output + d), shrink));
+        const V8 shrink = exp8(all8(maximum - peak));
+        total *= first8(shrink);
+        for (long d = 0; d < Dp; d += 8) store8(output + d, mul8(load8(output + d), shrink));
         maximum = peak;
     }
-    const __m256 shift = _mm256_set1_ps(maximum);
-    __m256 sum = _mm256_setzero_ps();
+    const V8 shift = all8(maximum);
+    V8 sum = all8(0);
     for (int i = 0; i < 8; i++) {
-        v[i] = exp8(_mm256_sub_ps(v[i], shift));
-        sum = _mm256_add_ps(sum, v[i]);
-        _mm256_storeu_ps(scores + i * 8, v[i]);
+        v[i] = exp8(sub8(v[i], shift));
+        sum = add8(sum, v[i]);
+        store8(scores + i * 8, v[i]);
     }
     total += sum8(sum);
 }
@@ -362,10 +351,10 @@ int64_t page_elements(const Model* m) {
 // Reads n floats in eight streams, about as fast as one thread can: the limit that benchmarks compare with.
 float read_all(const float* p, int64_t n) {
     const int64_t part = n / 64 * 8;
-    __m256 sums[8] = {};
+    V8 sums[8] = {};
     for (int64_t k = 0; k < part; k += 8)
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) sums[i] = _mm256_add_ps(sums[i], _mm256_loadu_ps(p + i * part + k));
+        for (int i = 0; i < 8; i++) sums[i] = add8(sums[i], load8(p + i * part + k));
     float total = 0;
     for (int i = 0; i < 8; i++) total += sum8(sums[i]);
     return total;

@@ -50,8 +50,8 @@ class NativeBackend:
     llm.backend.quantise says, the head of an int4 model to int8. One thread; `execute` releases the
     GIL for the whole step, and it and the swaps must be called from one thread at a time.
 
-    Raises NativeUnavailable where the machine lacks AVX2 or a compiler, ValueError for a block size that is
-    no multiple of 16.
+    Raises NativeUnavailable where the CPU is below x86-64-v2 or the library neither ships nor compiles,
+    ValueError for a block size that is no multiple of 16.
     """
 
     batch_invariant = True

@@ -59,9 +59,6 @@ inline void kernel(const float* a, long lda, const W* const* b, long ldb, int K,
         for (int p = 0; p < P; p++) store16(c + r * ldc + p * 16, acc[r][p]);
 }
 
-constexpr int MAX_ROWS = 6;                                   // of a tile: 12 accumulators and operands fill 16 registers
-constexpr int GROUPS[MAX_ROWS + 1] = {0, 6, 3, 2, 1, 1, 1};   // column groups at once, by rows
-
 template <int R, class W>
 inline void tile_rows(int P, const float* a, long lda, const W* const* b, long ldb, int K, float* c, long ldc,
                       const float* init, long ldi) {

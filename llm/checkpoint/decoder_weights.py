@@ -201,7 +201,7 @@ def load_backend(
     """The decoder of a checkpoint directory, whose family gives `config` and `names`, ready to execute plans.
 
     Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
-    that has AVX2 and a C++ compiler, else torch with one logged notice. On the native backend `weights` and
+    where it runs, else torch with one logged notice. On the native backend `weights` and
     `kv` say how these are stored (`auto`: as `dtype`, float32 weights in bfloat16 where that loses nothing);
     arithmetic stays float32. Torch computes and stores in `dtype`; its KV may be int8 as well.
 

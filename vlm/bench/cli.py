@@ -11,6 +11,7 @@ import typer
 from vlm.bench import BENCHMARKS, PARTS
 from vlm.cli.errors import CommandError
 from vlm.cli.options import Json
+from vlm.extras import require
 
 _LINES = "\n".join(f"  {name:11} {about}" for name, about in BENCHMARKS.items())
 _PARTS = " ".join(f"Parts of {name}: {', '.join(parts)}." for name, parts in PARTS.items())
@@ -48,6 +49,7 @@ def bench_command(
                 f"{name} has no part {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
             )
         chosen["parts"] = part
+    require("bench", "vlm bench", "num2words", "torchvision")
     from vlm.bench.harness.results import table
 
     module = importlib.import_module(f"vlm.bench.{name}_bench")

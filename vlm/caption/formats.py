@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
 from vlm.caption.rows import Row
+from vlm.requests.durable import sync_folder
 
 Format = Literal["jsonl", "csv", "md"]
 
@@ -54,6 +55,7 @@ def write_view(output: Path, form: Format, rows: Iterable[Row], schema: str = ""
         out.flush()
         os.fsync(out.fileno())
     os.replace(fresh, output)
+    sync_folder(output.parent)
 
 
 def schema_fields(schema: str) -> list[str]:

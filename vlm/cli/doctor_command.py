@@ -9,8 +9,9 @@ import shutil
 import sys
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from llm.backend import native_build
 
 if TYPE_CHECKING:
     from llm.cost import Machine
@@ -41,12 +42,16 @@ def imaging() -> dict[str, str]:
     }
 
 
-def cpu_flags() -> list[str]:
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return []
-    return [flag for flag in CPU_FLAGS if flag in words]
+def native_library() -> dict[str, str]:
+    """The level of the decoder's library, empty where it can't run, and where the library comes from or why
+    there is none."""
+    if reason := native_build.why_unavailable():
+        return {"level": "", "library": reason}
+    if found := native_build.shipped():
+        level = next(level for level in native_build.levels() if level in found.name)
+        return {"level": level, "library": f"shipped for {level}"}
+    level = native_build.levels()[0]
+    return {"level": level, "library": f"compiled at first use for {level}"}
 
 
 def installation() -> dict[str, Any]:
@@ -60,10 +65,11 @@ def installation() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "imaging": imaging(),
-        "compiler": shutil.which("g++") or "",
+        "compiler": native_build.compiler() or "",
+        "native": native_library(),
         "redis_server": shutil.which("redis-server") or "",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "cpu_flags": cpu_flags(),
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in native_build.cpu_flags()],
     }
 
 
@@ -73,8 +79,8 @@ def advice(found: dict[str, Any]) -> list[str]:
         lines.append(
             "PIL is Pillow: images resize several times slower than with pillow-simd (make env builds it)"
         )
-    if not found["compiler"]:
-        lines.append("no g++: the native decoder backend can't be built, torch takes its place")
+    if not found["native"]["level"]:
+        lines.append(f"{found['native']['library']}; torch takes its place")
     if not found["redis_server"]:
         lines.append(
             "no redis-server here: needed only for workers on a broker of this machine, and for tests"
@@ -117,6 +123,7 @@ def show_doctor(*, quick: bool, as_json: bool) -> None:
         print(f"{name:16} {version}")
     print(f"{'PIL':16} {found['imaging']['library']} {found['imaging']['version']}")
     print(f"{'compiler':16} {found['compiler'] or 'none'}")
+    print(f"{'native decoder':16} {found['native']['library']}")
     print(f"{'redis-server':16} {found['redis_server'] or 'none'}")
     print(f"{'cores':16} {found['cores']} ({', '.join(found['cpu_flags']) or 'no vector extensions known'})")
     for name, figure in measured(machine) if machine else ():

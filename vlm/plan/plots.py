@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.cost import CostError, Machine
+from vlm.extras import require
 from vlm.plan.labs.batch_lab import BatchPlan
 from vlm.plan.labs.image_lab import ImagePlan
 from vlm.plan.labs.kv_lab import KvPlan
@@ -21,9 +22,11 @@ _COLORS = {"prefill": "#3b6fb5", "decode": "#5aa469", "idle": "#d9b3b3"}
 
 @contextmanager
 def _figure(path: Path, title: str, panels: int = 1) -> Iterator[list[Any]]:
-    """Axes to draw on; the file is written at the end. Raises CostError if it can't be."""
+    """Axes to draw on; the file is written at the end. Raises CostError if it can't be, ConfigError
+    without matplotlib."""
     if path.suffix.lower() != ".png":
         raise CostError("--plot takes a file name that ends in .png")
+    require("plot", "--plot", "matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(slots=True)
@@ -68,6 +69,14 @@ class DurableLog:
         """Waits until everything appended so far is on disk or has failed."""
         while self._writer is not None and not self._writer.done():
             await asyncio.shield(self._writer)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes it and its parents, unless they are there, and their names durable."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: os.PathLike[str]) -> None:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vlm.requests.durable import sync_folder
+from vlm.requests.durable import make_folder, sync_folder
 from vlm.requests.errors import ApiError
 
 Status = Literal[
@@ -124,7 +124,7 @@ class BatchStore:
             metadata=metadata,
         )
         folder = self.folder(batch)
-        folder.mkdir(parents=True)
+        make_folder(folder)
         try:
             os.link(input_path, folder / INPUT)
         except FileNotFoundError:
@@ -132,7 +132,6 @@ class BatchStore:
         except OSError:  # another file system
             shutil.copyfile(input_path, folder / INPUT)
         self.save(batch)
-        sync_folder(folder.parent)
         return batch
 
     def _namespace_folder(self, namespace: str) -> Path:

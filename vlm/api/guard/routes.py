@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
-from starlette.requests import AwaitableOrContextManager
 
 from vlm.api.service import service_of
 from vlm.requests.errors import ApiError, invalid
 from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
+
+if TYPE_CHECKING:
+    from starlette.requests import AwaitableOrContextManager
 
 OPEN: dict[str, Any] = {"security": []}
 LARGE_BODY_BYTES = 256 << 10  # parsed off the event loop from here on

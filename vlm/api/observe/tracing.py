@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from llm.request import Timings, Usage
-from vlm.config import ConfigError
+from vlm.extras import require
 
 
 class Traces(Protocol):
@@ -29,10 +29,9 @@ class OpenTelemetryTraces:
     """Uses whatever tracer provider the process has set up (`opentelemetry-instrument`, for one)."""
 
     def __init__(self) -> None:
-        try:
-            from opentelemetry import propagate, trace
-        except ImportError:
-            raise ConfigError("traces need the package opentelemetry-api") from None
+        require("trace", "the setting traces", "opentelemetry")
+        from opentelemetry import propagate, trace
+
         self._extract = propagate.extract
         self._set_span = trace.set_span_in_context
         self._tracer = trace.get_tracer("vlm")

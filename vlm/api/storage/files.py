@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from vlm.requests.durable import make_folder, sync_folder
 from vlm.requests.errors import ApiError, invalid
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
@@ -115,7 +116,7 @@ class FileStore:
         """Copies `source`, which can be sought in. Raises ApiError 413 for a file or a sum of files above its
         cap."""
         folder = self._folder(namespace)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         file_id = f"file-{uuid.uuid4().hex}"
         target = folder / f"{file_id}.bin"
         partial = target.with_suffix(".part")
@@ -134,7 +135,7 @@ class FileStore:
     def adopt(self, namespace: str, filename: str, purpose: str, path: Path) -> StoredFile:
         """Takes over a finished file, such as a batch's output, by moving it here."""
         folder = self._folder(namespace)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         file_id = f"file-{uuid.uuid4().hex}"
         partial = folder / f"{file_id}.part"
         shutil.move(path, partial)
@@ -152,6 +153,7 @@ class FileStore:
             out.flush()
             os.fsync(out.fileno())
         written.rename(meta)
+        sync_folder(meta.parent)
         return stored
 
     def get(self, namespace: str, file_id: str) -> StoredFile:

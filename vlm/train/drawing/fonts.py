@@ -22,7 +22,9 @@ def font_path(family: str) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    raise FileNotFoundError(f"{name}: install matplotlib or Debian's fonts-dejavu-core")
+    raise FileNotFoundError(
+        f"the font {name} is missing: pip install 'vlm-serve[train]', or Debian's fonts-dejavu-core"
+    )
 
 
 @lru_cache(maxsize=512)
