@@ -79,7 +79,7 @@ def replicas(url: str, *names: str) -> Iterator[list[DirectReplica]]:
 async def node(
     url: str, reached: list[DirectReplica], spec: ModelSpec, **options: Any
 ) -> AsyncIterator[tuple[Pipeline, DirectEngine]]:
-    engine = DirectEngine(url, reached, revision=spec.revision, **options)
+    engine = DirectEngine(url, reached, **{"revision": spec.revision, **options})
     pipeline = Pipeline(spec, InlinePreprocess(), engine)
     names = {direct.replica.name for direct in reached}
     await pipeline.start()

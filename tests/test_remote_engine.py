@@ -341,7 +341,7 @@ def test_without_replicas_it_is_not_ready_and_says_so_at_once(redis_url: str) ->
 
 def test_replicas_of_another_encoder_get_nothing(redis_url: str, one: list[DirectReplica]) -> None:
     async def main() -> None:
-        async with node(redis_url, one, replace(SPEC, revision="another")) as (pipeline, engine):
+        async with node(redis_url, one, SPEC, revision="another") as (pipeline, engine):
             assert not engine.ready
             with pytest.raises(EngineUnavailable):
                 await ask(pipeline, "r", picture(0))
