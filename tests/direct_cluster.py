@@ -35,7 +35,9 @@ class DirectReplica:
     def __init__(self, name: str, url: str, runner: EngineRunner | None = None) -> None:
         self.crashed = threading.Event()
         self.taken: list[str] = []
-        self.replica = Replica(name, url, lambda: runner or build_runner(OPTIONS), self.crashed.set)
+        self.replica = Replica(
+            name, url, lambda progress: runner or build_runner(OPTIONS, progress=progress), self.crashed.set
+        )
         self.replica.start()
 
     def deliver(self, text: str) -> threading.Thread:
