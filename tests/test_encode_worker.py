@@ -170,6 +170,53 @@ def test_late_messages_and_those_for_another_encoder_are_left_alone(
 
 
 @pytest.mark.redis
+def test_an_encode_under_way_may_take_longer_than_its_message_may_wait(
+    scene: Scene, encoder: FakeEncoder
+) -> None:
+    encoder.go.clear()
+    job = a_job(deadline_s=0.5, sent_at=time.time())
+    with ThreadPoolExecutor(1) as tasks:
+        run = tasks.submit(scene.run, job)
+        assert encoder.started.wait(30)
+        time.sleep(1.0)
+        assert not run.done() and scene.ledger.look(scene.name, "waiter").running
+        encoder.go.set()
+        run.result()
+    assert scene.level2.has(KEY)
+
+
+@pytest.mark.redis
+def test_an_encode_whose_waiters_left_is_given_up_and_costs_no_attempt(
+    scene: Scene, encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cluster.worker.tasks.HEARTBEAT_S", 0.02)
+    encoder.go.clear()
+    with ThreadPoolExecutor(1) as tasks:
+        run = tasks.submit(scene.run, a_job())
+        assert encoder.started.wait(30)
+        scene.ledger.leave(scene.name, "waiter")
+        run.result(60)  # while the encoder is still at it
+    state = scene.ledger.look(scene.name, "waiter")
+    assert not state.running and state.attempts == 0 and state.verdict is None
+
+
+def test_an_encoder_that_hangs_is_told(encoder: FakeEncoder) -> None:
+    crashed = threading.Event()
+    encoder.go.clear()
+    service = EncodeService(
+        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2),
+        on_crash=crashed.set,
+        stall_s=1.0,
+    )
+    service.start()
+    with ThreadPoolExecutor(1) as tasks:
+        tasks.submit(service.encode, KEY, pixels(1))
+        assert crashed.wait(60)
+        encoder.go.set()
+        service.close()
+
+
+@pytest.mark.redis
 def test_what_nobody_wants_is_not_encoded(scene: Scene, encoder: FakeEncoder) -> None:
     scene.ledger.leave(scene.name, "waiter")
     scene.run(a_job())
