@@ -121,6 +121,7 @@ class TileBatcher:
         self.cache = cache
         self.max_tiles = max_tiles
         self.max_batch_tiles = max_batch_tiles
+        self.max_step_s = max_step_s
         self.max_wait_s = max_wait_s
         self.ageing_s = ageing_s
         self.counters = BatcherCounters()
