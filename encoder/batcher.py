@@ -2,8 +2,9 @@
 
 Rules
 - Single flight: one job per key, whoever else asks waits for it; what is cached or waiting isn't queued.
-- A batch has at most `max_tiles` tiles of any number of images of one priority class, without padding. An
-  image with more is spread over steps, and after each batch that it fills alone the others go first.
+- A batch has at most `max_tiles` tiles of any number of images of one priority class, without padding, and
+  fewer where these would take over `max_step_s`. An image with more is spread over steps, and after each
+  batch that it fills alone the others go first.
 - Interactive before batch, and not in one batch: an interactive image never waits for tiles that joined it.
   Batch-class tiles come `max_batch_tiles` at a time, so that it doesn't wait long for those under way either.
   Once a batch-class image has waited `ageing_s`, its class gets every second step; so interactive work takes
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from encoder.cache import VisualCache
+from encoder.tile_budget import TileBudget
 
 Priority = Literal["interactive", "batch"]
 Failure = tuple[str, str]  # (code, message), the message safe to show a client
@@ -105,6 +107,7 @@ class TileBatcher:
         tokens_per_tile: int,
         max_tiles: int = 16,
         max_batch_tiles: int | None = None,
+        max_step_s: float | None = None,
         max_wait_s: float = 0.0,
         ageing_s: float = 5.0,
         concat: Callable[[Sequence[Any]], Any] | None = None,
@@ -118,9 +121,11 @@ class TileBatcher:
         self.cache = cache
         self.max_tiles = max_tiles
         self.max_batch_tiles = max_batch_tiles
+        self.max_step_s = max_step_s
         self.max_wait_s = max_wait_s
         self.ageing_s = ageing_s
         self.counters = BatcherCounters()
+        self._budget = TileBudget(max_step_s)
         self._encode = encode
         self._concat = concat or _torch_concat
         self._clock = clock
@@ -204,6 +209,7 @@ class TileBatcher:
         limit = self.max_tiles if max_tiles is None else max_tiles
         if limit < 1:
             raise ValueError("max_tiles must be at least 1")
+        limit = self._budget.fit(limit)
         self._forget_unwanted()
         if self.due_in() != 0.0:
             return None
@@ -228,8 +234,10 @@ class TileBatcher:
         """Rows of each slice, or what went wrong with it alone."""
         self.counters.steps += 1
         self.counters.tiles += batch.num_tiles
+        started = self._clock()
         rows = self._attempt(batch.slices)
         if isinstance(rows, list):
+            self._budget.observe(batch.num_tiles, self._clock() - started)
             return rows
         if len(batch.slices) == 1:
             return [rows]

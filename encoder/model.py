@@ -38,6 +38,17 @@ class Encoder:
         self.device, self.dtype = weight.device, weight.dtype
         self.tiles_per_forward = tiles_per_forward(config, self.device)
 
+    def count_progress(self, ticks: np.ndarray) -> None:
+        """From now on a forward adds to `ticks` (int64 [1]) with every linear, norm or other part of it."""
+
+        def tick(*_: object) -> None:
+            ticks[0] += 1
+
+        for network in (self.tower, self.connector):
+            for module in network.modules():
+                if not any(module.children()):
+                    module.register_forward_hook(tick)
+
     @torch.inference_mode()
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
         """Visual tokens of each image, [n_i * tokens_per_tile, d_model], tiles in the order given.

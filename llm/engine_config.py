@@ -20,7 +20,8 @@ class EngineConfig:
     min_chunk_tokens: int = 4  # a step carries at least this much of a waiting prompt
     max_batch_chunk_tokens: int = 256  # of prompts in a step without interactive work: it must be short
     step_stretch: float | None = 2.0  # longest mixed step, in steps of decodes alone; None: fixed budget
-    max_step_ms: float = 500.0  # no mixed step is planned to take longer
+    max_step_ms: float = 500.0  # no step that carries chunks is planned to take longer
+    min_alone_tokens: int = 64  # but one without decodes carries so many
     max_logit_rows: int = 256  # rows a step may compute for prompt log-probabilities
     prefix_cache: bool = True
     preemption: PreemptionMode = "auto"
@@ -36,8 +37,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.min_chunk_tokens < 1 or self.max_logit_rows < 1:
             raise ValueError("max_running, min_chunk_tokens and max_logit_rows must be at least 1")
-        if self.max_step_tokens < 1 or self.max_batch_chunk_tokens < 1:
-            raise ValueError("max_step_tokens and max_batch_chunk_tokens must be at least 1")
+        if self.max_step_tokens < 1 or self.max_batch_chunk_tokens < 1 or self.min_alone_tokens < 1:
+            raise ValueError(
+                "max_step_tokens, max_batch_chunk_tokens and min_alone_tokens must be at least 1"
+            )
         if self.step_stretch is not None and self.step_stretch <= 1.0:
             raise ValueError("step_stretch must be above 1, or None")
         if self.preemption not in ("auto", "recompute", "swap"):

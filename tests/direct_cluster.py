@@ -25,6 +25,7 @@ from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.worker.replica import Replica
 from workers.local.engine_runner import EngineRunner
 from workers.local.preprocess_inline import InlinePreprocess
+from workers.local.progress import STALL_S
 
 OPTIONS = EngineOptions(kv_cache_mb=16, backend="torch")
 
@@ -32,10 +33,18 @@ OPTIONS = EngineOptions(kv_cache_mb=16, backend="torch")
 class DirectReplica:
     """Takes its messages from `DirectEngine` in place of a Celery worker."""
 
-    def __init__(self, name: str, url: str, runner: EngineRunner | None = None) -> None:
+    def __init__(
+        self, name: str, url: str, runner: EngineRunner | None = None, stall_s: float = STALL_S
+    ) -> None:
         self.crashed = threading.Event()
         self.taken: list[str] = []
-        self.replica = Replica(name, url, lambda: runner or build_runner(OPTIONS), self.crashed.set)
+        self.replica = Replica(
+            name,
+            url,
+            lambda progress: runner or build_runner(OPTIONS, progress=progress),
+            self.crashed.set,
+            stall_s,
+        )
         self.replica.start()
 
     def deliver(self, text: str) -> threading.Thread:

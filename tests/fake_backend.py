@@ -86,6 +86,8 @@ class FakeBackend:
         rows = [row for item in plan.items for row in self._run(item)]
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.vocab_size)
 
+    def count_progress(self, ticks: np.ndarray) -> None: ...
+
     def swap_out(self, blocks: tuple[int, ...]) -> Any:
         self.num_swapped_out += len(blocks)
         return [self._kv[b * self.block_size : (b + 1) * self.block_size].copy() for b in blocks]

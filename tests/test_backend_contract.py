@@ -45,6 +45,16 @@ def assert_same(backend: Backend, got: np.ndarray, want: np.ndarray) -> None:
         assert relative_error(got, want) <= BOUND
 
 
+def test_a_step_counts_its_progress_from_inside_at_least_once_a_layer(backend: Backend) -> None:
+    ticks = np.zeros(1, np.int64)
+    backend.count_progress(ticks)
+    num_layers = backend.config.num_layers  # type: ignore[attr-defined]
+    for step, chunk in enumerate((20, 1)):
+        item = StepItem(tuple(ids_of(step, chunk)), 20 * step, (0, 1), 1)
+        backend.execute(StepPlan((item,)))
+        assert ticks[0] >= (step + 1) * num_layers
+
+
 @SETTINGS
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_any_batching_and_chunking_gives_the_logits_of_each_sequence_alone(

@@ -318,6 +318,47 @@ def test_an_interactive_image_waits_a_bounded_number_of_steps(
 
 
 @settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 13), min_size=1, max_size=6),
+    tile_s=st.floats(0.001, 20.0),
+    budget_s=st.floats(0.01, 5.0),
+    slower=st.floats(1.0, 10.0),
+)
+def test_a_step_takes_no_longer_than_its_budget_or_than_one_tile(
+    sizes: list[int], tile_s: float, budget_s: float, slower: float
+) -> None:
+    """From the first one on, and again soon after the tower has become slower."""
+    clock, cost = Clock(), tile_s
+
+    def encode(images: Sequence[np.ndarray]) -> list[np.ndarray]:
+        clock.now += cost * sum(len(one) for one in images)
+        return [np.zeros((len(one) * TOKENS, 1)) for one in images]
+
+    subject = batcher(encode, clock=clock, max_tiles=8, max_step_s=budget_s)  # type: ignore[arg-type]
+    for index, size in enumerate(sizes):
+        subject.cache.hold(f"{index}")
+        subject.put_tiles(f"{index}", tiles(size))
+    while subject.due_in() is not None:
+        started, waiting = clock.now, subject.num_waiting_tiles
+        num_tiles = subject.step().num_tiles
+        assert clock.now - started <= max(budget_s, cost) * 1.001
+        full = min(waiting, 8, max(1, int(budget_s / cost * 0.999)))
+        assert num_tiles >= full or waiting == sum(sizes), "more fit into the step"
+    cost = tile_s * slower
+    for index in range(8):
+        subject.cache.hold(f"slow {index}")
+        subject.put_tiles(f"slow {index}", tiles(8))
+        started = clock.now
+        subject.step()
+        drain(subject)
+    subject.cache.hold("last")
+    subject.put_tiles("last", tiles(8))
+    started = clock.now
+    subject.step()
+    assert clock.now - started <= max(budget_s, cost) * 1.1
+
+
+@settings(deadline=None, max_examples=100)
 @given(target=st.integers(1, 9), stream=st.lists(st.integers(1, 9), min_size=60, max_size=60))
 def test_a_batch_image_waits_a_bounded_time_under_endless_interactive_load(
     target: int, stream: list[int]

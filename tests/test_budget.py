@@ -37,6 +37,19 @@ def test_mixed_steps_settle_within_the_stretch(decode_s: float, token_s: float, 
     assert chunk >= min(allowed * 0.5, 2040)
 
 
+@given(st.floats(1e-6, 0.1), st.floats(0.05, 5.0))
+def test_a_prompt_that_nothing_decodes_beside_is_computed_in_pieces_of_a_stated_time(
+    token_s: float, max_step_s: float
+) -> None:
+    """Whoever comes meanwhile waits for one of them: also of the first, whose rate is not known yet."""
+    budget = StepBudget(2048, 4, 2.0, max_step_s, min_alone=64)
+    for _ in range(5):
+        chunk = budget.chunk_tokens(0)
+        assert 64 <= chunk <= max(64.0, max_step_s / token_s + 1)
+        budget.observe(0, chunk, chunk * token_s)
+    assert chunk >= min(0.99 * max_step_s / token_s - 1, 2048)
+
+
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 600), st.floats(0.0, 1.0)), max_size=30))
 def test_whatever_was_measured_the_budget_stays_in_its_limits(history: list[tuple[int, int, float]]) -> None:
     budget = StepBudget(512, 16, 2.0, 1.0)

@@ -22,7 +22,7 @@ from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import EncodeJob
 from workers.cluster.redis_client import connect
 from workers.cluster.visual_store import VisualFormat, VisualStore
-from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, run_encode_job
+from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, Unwanted, run_encode_job
 
 FORM = VisualFormat("revision", "float32", 4)
 KEY = "a" * 64
@@ -33,11 +33,13 @@ class FakeEncoder:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.started = threading.Event()
         self.go = threading.Event()
         self.go.set()
         self.broken = False
 
     def encode(self, images: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.started.set()
         self.go.wait(30)
         self.batches.append(sum(len(tiles) for tiles in images))
         if self.broken:
@@ -53,7 +55,7 @@ def encoder() -> FakeEncoder:
 @pytest.fixture
 def service(encoder: FakeEncoder) -> Iterator[EncodeService]:
     made = EncodeService(
-        lambda: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2, max_tiles=8),
+        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2, max_tiles=8),
         on_crash=lambda: None,
     )
     made.start()
@@ -100,10 +102,9 @@ def scene(service: EncodeService, ledger: WorkLedger) -> Scene:
 def test_tasks_that_wait_together_are_encoded_together(service: EncodeService, encoder: FakeEncoder) -> None:
     encoder.go.clear()
     with ThreadPoolExecutor(6) as tasks:
-        first = tasks.submit(service.encode, "first", pixels(9), 30)
-        while service.busy_s == 0:
-            time.sleep(0.01)
-        rest = [tasks.submit(service.encode, f"{number}", pixels(number), 30) for number in range(5)]
+        first = tasks.submit(service.encode, "first", pixels(9))
+        assert encoder.started.wait(30)
+        rest = [tasks.submit(service.encode, f"{number}", pixels(number)) for number in range(5)]
         time.sleep(0.2)
         encoder.go.set()
         assert first.result()[0, 0] == 9
@@ -114,21 +115,21 @@ def test_tasks_that_wait_together_are_encoded_together(service: EncodeService, e
 def test_one_key_asked_twice_is_encoded_once(service: EncodeService, encoder: FakeEncoder) -> None:
     encoder.go.clear()
     with ThreadPoolExecutor(2) as tasks:
-        both = [tasks.submit(service.encode, KEY, pixels(5), 30) for _ in range(2)]
+        both = [tasks.submit(service.encode, KEY, pixels(5)) for _ in range(2)]
         time.sleep(0.2)
         encoder.go.set()
         assert all(future.result()[0, 0] == 5 for future in both)
     assert encoder.batches == [1]
 
 
-def test_a_deadline_ends_the_wait_and_the_service_goes_on(
+def test_work_that_nobody_waits_for_any_more_is_given_up_and_the_service_goes_on(
     service: EncodeService, encoder: FakeEncoder
 ) -> None:
     encoder.go.clear()
-    with pytest.raises(TimeoutError):
-        service.encode(KEY, pixels(1), 0.1)
+    with pytest.raises(Unwanted):
+        service.encode(KEY, pixels(1), lambda: False)
     encoder.go.set()
-    assert service.encode("other", pixels(2), 30)[0, 0] == 2
+    assert service.encode("other", pixels(2))[0, 0] == 2
 
 
 def test_a_failing_encoder_fails_its_images_and_the_service_goes_on(
@@ -136,9 +137,9 @@ def test_a_failing_encoder_fails_its_images_and_the_service_goes_on(
 ) -> None:
     encoder.broken = True
     with pytest.raises(EncodeFailed):
-        service.encode(KEY, pixels(1), 30)
+        service.encode(KEY, pixels(1))
     encoder.broken = False
-    assert service.encode(KEY, pixels(1), 30)[0, 0] == 1
+    assert service.encode(KEY, pixels(1))[0, 0] == 1
 
 
 @pytest.mark.redis
@@ -166,6 +167,53 @@ def test_late_messages_and_those_for_another_encoder_are_left_alone(
 ) -> None:
     scene.run(job)
     assert encoder.batches == [] and scene.ledger.look(scene.name, "waiter").attempts == 0
+
+
+@pytest.mark.redis
+def test_an_encode_under_way_may_take_longer_than_its_message_may_wait(
+    scene: Scene, encoder: FakeEncoder
+) -> None:
+    encoder.go.clear()
+    job = a_job(deadline_s=0.5, sent_at=time.time())
+    with ThreadPoolExecutor(1) as tasks:
+        run = tasks.submit(scene.run, job)
+        assert encoder.started.wait(30)
+        time.sleep(1.0)
+        assert not run.done() and scene.ledger.look(scene.name, "waiter").running
+        encoder.go.set()
+        run.result()
+    assert scene.level2.has(KEY)
+
+
+@pytest.mark.redis
+def test_an_encode_whose_waiters_left_is_given_up_and_costs_no_attempt(
+    scene: Scene, encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.cluster.worker.tasks.HEARTBEAT_S", 0.02)
+    encoder.go.clear()
+    with ThreadPoolExecutor(1) as tasks:
+        run = tasks.submit(scene.run, a_job())
+        assert encoder.started.wait(30)
+        scene.ledger.leave(scene.name, "waiter")
+        run.result(60)  # while the encoder is still at it
+    state = scene.ledger.look(scene.name, "waiter")
+    assert not state.running and state.attempts == 0 and state.verdict is None
+
+
+def test_an_encoder_that_hangs_is_told(encoder: FakeEncoder) -> None:
+    crashed = threading.Event()
+    encoder.go.clear()
+    service = EncodeService(
+        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2),
+        on_crash=crashed.set,
+        stall_s=1.0,
+    )
+    service.start()
+    with ThreadPoolExecutor(1) as tasks:
+        tasks.submit(service.encode, KEY, pixels(1))
+        assert crashed.wait(60)
+        encoder.go.set()
+        service.close()
 
 
 @pytest.mark.redis

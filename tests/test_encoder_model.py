@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,19 @@ def test_ragged_batches_give_each_image_the_tokens_it_gets_alone(counts: list[in
     for ours, expected, count in zip(together, alone, counts, strict=True):
         assert ours.shape == (count * encoder.tokens_per_tile, encoder.d_model)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encode_counts_its_progress_from_inside_forward_by_forward_and_layer_by_layer() -> None:
+    encoder = small_encoder()
+    encoder.tiles_per_forward = 1
+    ticks = np.zeros(1, np.int64)
+    encoder.count_progress(ticks)
+    seen = [0]  # at the end of each layer
+    for block in encoder.tower.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(lambda *_: seen.append(int(ticks[0])))
+    encoder.encode([image(2), image(1)])
+    assert len(seen) == 1 + 3 * encoder.config.tower.num_layers
+    assert all(after > before for before, after in itertools.pairwise(seen))
 
 
 def test_each_result_owns_its_memory() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import functools
 import io
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +35,9 @@ from waiting import until
 
 from llm.request import Priority
 from preprocess.stage import preprocess
-from preprocess.types import ImageError
+from preprocess.types import ImageError, Tiles
 from workers.contract.stages import DecodeLimits, StageUnavailable, Urgency
-from workers.local.preprocess_pool import LocalOptions, LocalPreprocess
+from workers.local.preprocess_pool import DecodeProcess, LocalOptions, LocalPreprocess
 
 
 @asynccontextmanager
@@ -160,6 +164,28 @@ def test_frozen_process_is_replaced() -> None:
             tiles = await stage.tiles(png(), SPEC, LIMITS, deadline_s=4)
             assert np.array_equal(tiles.pixels, preprocess(png(), SPEC).pixels)
             assert stage.restarts == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_decode_is_given_up_for_doing_nothing_not_for_being_slow(
+    monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    """On a crowded machine a process gets on slowly, and its image is as good as any."""
+    used = itertools.count()
+    monkeypatch.setattr(DecodeProcess, "cpu_s", property(lambda _: next(used) if is_busy else 0))
+
+    async def main() -> None:
+        async with pool() as stage:
+            monkeypatch.setattr(stage, "_attempt", functools.partial(quick_to_judge, stage._attempt))
+            tiles = stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=600)
+            with contextlib.nullcontext() if is_busy else pytest.raises((ImageError, StageUnavailable)):
+                await tiles
+            assert is_busy == (stage.restarts == 0)
+
+    async def quick_to_judge(attempt: Any, frame: Any, data: bytes, hang_s: float) -> Tiles:
+        return await attempt(frame, data, hang_s=0.02)
 
     asyncio.run(main())
 

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import io
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -18,7 +20,7 @@ from waiting import until
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
 from vlm.api.observe.metrics import Metrics
-from vlm.build import build_local_pipeline
+from vlm.build import build_local_pipeline, build_runner
 from vlm.config import DEFAULT_MODEL
 from vlm.spec import ModelSpec
 from workers.cluster.blobs import open_store
@@ -26,7 +28,7 @@ from workers.cluster.ledger import LEASE_S, WorkLedger
 from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
 from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import GRACE_S, Registry, Watch
+from workers.cluster.registry import BEAT_S, GRACE_S, Registry, Watch
 from workers.contract.engine_client import EngineUnavailable
 from workers.local.engine_runner import EngineRunner
 
@@ -279,6 +281,65 @@ def test_requests_of_a_node_that_is_gone_are_cancelled(redis_url: str, one: list
             await until(lambda: not one[0].replica._calls)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+class HeldEncoder:
+    """A runner whose encodes wait until they may go on."""
+
+    def __init__(self) -> None:
+        self.runner = build_runner(OPTIONS)
+        self.started, self.go = threading.Event(), threading.Event()
+        encode = self.runner._batcher._encode
+
+        def held(images: Any) -> Any:
+            self.started.set()
+            self.go.wait(120)
+            return encode(images)
+
+        self.runner._batcher._encode = held
+
+
+@contextlib.contextmanager
+def held_replica(url: str, stall_s: float) -> Iterator[tuple[DirectReplica, HeldEncoder]]:
+    held = HeldEncoder()
+    direct = DirectReplica("a", url, held.runner, stall_s)
+    try:
+        yield direct, held
+    finally:
+        held.go.set()
+        direct.replica.close()
+
+
+def test_an_encode_may_take_longer_than_an_image_may_wait_for_it_to_begin(redis_url: str) -> None:
+    async def main() -> None:
+        with held_replica(redis_url, stall_s=600.0) as (direct, held):
+            async with node(redis_url, [direct], SPEC, image_deadline_s=1.0) as (pipeline, engine):
+                asked = asyncio.create_task(ask(pipeline, "r", picture(0)))
+                await until(held.started.is_set)
+                await asyncio.sleep(3.0)
+                assert not asked.done() and engine.ready
+                held.go.set()
+                assert isinstance((await asyncio.wait_for(asked, 60))[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_hangs_is_found_and_leaves_for_good(redis_url: str, client: redis.Redis) -> None:
+    """Its heartbeat comes from another thread than the one that hangs."""
+
+    async def main() -> None:
+        with held_replica(redis_url, stall_s=1.0) as (direct, held):
+            async with node(redis_url, [direct], SPEC) as (pipeline, engine):
+                asked = asyncio.create_task(ask(pipeline, "r", picture(0)))
+                await until(held.started.is_set)
+                await until(direct.crashed.is_set)
+                await until(lambda: not engine.ready)
+                await asyncio.sleep(2.5 * BEAT_S)
+                assert not Registry(client, REPLICA).alive() and not engine.ready
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
 
     asyncio.run(main())
 

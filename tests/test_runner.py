@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.batcher import TileBatcher
@@ -199,3 +200,77 @@ def test_wishes_that_were_called_off_are_forgotten() -> None:
         rig.cache.release(key)
         rig.runner.cancel(name)
     assert not rig.runner._wanted
+
+
+class AnsweringEngine:
+    """Interactive requests of a number of steps each, all in every step, on the rig's clock."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self._new: list[list[int]] = []
+        self._running: list[list[int]] = []  # steps left
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._new or self._running)
+
+    @property
+    def has_interactive_running(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, request: Request) -> None:
+        self._new.append([request.params.max_tokens])
+
+    def step(self) -> list[Any]:
+        self._tick()
+        self._running += self._new
+        self._new = []
+        for left in self._running:
+            left[0] -= 1
+        self._running = [left for left in self._running if left[0]]
+        return []
+
+
+@settings(deadline=None)
+@given(
+    tile_s=st.floats(0.01, 100.0),
+    budget_s=st.floats(0.1, 1.0),
+    share=st.floats(0.02, 0.3),
+    arrivals=st.lists(st.integers(0, 12), min_size=1, max_size=8),
+)
+def test_a_short_answer_waits_for_one_piece_of_an_encode_and_not_for_one_with_every_token(
+    tile_s: float, budget_s: float, share: float, arrivals: list[int]
+) -> None:
+    """Any tower, however slow, and requests at any time: one that needs less time than a piece is answered
+    within a piece and its own steps, or, where tiles are within the budget, a piece with every step."""
+    rig = Rig()
+    step_s = share * max(tile_s, 0.01)
+    pieces: list[float] = []
+
+    def encode(slices: Any) -> list[np.ndarray]:
+        rig.now += tile_s * sum(len(part) for part in slices)
+        pieces.append(tile_s * sum(len(part) for part in slices))
+        return [np.zeros((len(part), 4), np.float32) for part in slices]
+
+    def tick() -> None:
+        rig.now += step_s
+
+    rig.batcher = TileBatcher(
+        encode, rig.cache, tokens_per_tile=1, max_step_s=budget_s, clock=lambda: rig.now
+    )
+    engine = AnsweringEngine(tick)
+    rig.runner = EngineRunner(rig.batcher, lambda _: engine, clock=lambda: rig.now)  # type: ignore[arg-type,return-value]
+    for _ in range(13 * len(arrivals)):
+        rig.tiles("interactive")
+    for gap in arrivals:
+        for _ in range(gap):
+            rig.runner.step()
+        pieces.clear()
+        steps = int(1 / share) - 1
+        rig.runner.submit(
+            Request(f"{rig.now}", Prompt((1,)), SamplingParams(max_tokens=steps), "interactive")
+        )
+        while engine.has_work:
+            rig.runner.step()
+        assert all(piece <= max(budget_s, tile_s) * 1.001 for piece in pieces)
+        assert len(pieces) <= (1 if tile_s > budget_s else steps)

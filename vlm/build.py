@@ -29,6 +29,7 @@ from workers.local.engine_process import EngineProcess
 from workers.local.engine_runner import EngineRunner
 from workers.local.engine_thread import LocalEngine
 from workers.local.preprocess_inline import InlinePreprocess
+from workers.local.progress import Progress
 
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
@@ -58,22 +59,25 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     )
 
 
-def _tile_batcher(encoder: Encoder, options: EngineOptions) -> TileBatcher:
+def _tile_batcher(encoder: Encoder, options: EngineOptions, progress: Progress | None) -> TileBatcher:
     from encoder.batcher import TileBatcher
     from encoder.cache import VisualCache
 
+    if progress is not None:
+        encoder.count_progress(progress.ticks)
     return TileBatcher(
         encoder.encode,
         VisualCache(options.visual_cache_mb * MEBIBYTE),
         tokens_per_tile=encoder.tokens_per_tile,
         max_tiles=options.max_tiles_per_step,
+        max_step_s=options.max_step_ms / 1e3,
         max_batch_tiles=max(1, encoder.tiles_per_forward // 8),  # short, for little more per tile
     )
 
 
-def build_tile_batcher(options: EngineOptions) -> TileBatcher:
-    """The encoder alone, for an encode worker. Imports torch."""
-    return _tile_batcher(build_encoder(ModelSource.parse(options.model), options), options)
+def build_tile_batcher(options: EngineOptions, progress: Progress | None = None) -> TileBatcher:
+    """The encoder alone, for an encode worker; it counts in `progress`. Imports torch."""
+    return _tile_batcher(build_encoder(ModelSource.parse(options.model), options), options, progress)
 
 
 def visual_format(options: EngineOptions) -> VisualFormat:
@@ -106,6 +110,7 @@ def _swap_rule(options: EngineOptions) -> SwapRule:
 def _scheduling(options: EngineOptions) -> EngineConfig:
     return EngineConfig(
         max_running=options.max_running,
+        max_step_ms=options.max_step_ms,
         prefix_cache=options.prefix_cache,
         swap_rule=_swap_rule(options),
         speculation=options.speculation,
@@ -113,10 +118,13 @@ def _scheduling(options: EngineOptions) -> EngineConfig:
     )
 
 
-def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None) -> EngineRunner:
+def build_runner(
+    options: EngineOptions, scheduling: EngineConfig | None = None, *, progress: Progress | None = None
+) -> EngineRunner:
     """Loads weights and builds encoder, cache, batcher and engine. Imports torch.
 
-    `scheduling` replaces the engine settings that `options` would give.
+    `scheduling` replaces the engine settings that `options` would give. Encoder and backend count in
+    `progress`, and so do the stages of loading.
     """
     from llm.constraints.constrain import Grammars
     from llm.engine import Engine
@@ -125,7 +133,10 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
     from vlm.loading import load_backend
 
     source = ModelSource.parse(options.model)
+    progress = progress or Progress()
+    progress.tick()
     encoder = build_encoder(source, options)
+    progress.tick()
     backend = load_backend(
         source.directory,
         block_size=BLOCK_SIZE,
@@ -136,8 +147,10 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
         weights=options.weights,
         kv=options.kv,
     )
+    backend.count_progress(progress.ticks)
+    progress.tick()
     tokenizer = Tokenizer.from_directory(source.directory)
-    batcher = _tile_batcher(encoder, options)
+    batcher = _tile_batcher(encoder, options, progress)
     config = scheduling or _scheduling(options)
 
     grammars = None
@@ -199,7 +212,7 @@ def build_preprocess(config: ServeConfig) -> PreprocessStage:
 def build_engine_client(config: ServeConfig, options: EngineOptions, spec: ModelSpec) -> EngineClient:
     """A process of our own, or the generate workers behind the broker. Raises ConfigError."""
     if not config.remote_engine:
-        return EngineProcess(engine_command(options))
+        return EngineProcess(engine_command(options), stall_s=options.stall_s)
     if not config.broker:
         raise ConfigError("a remote engine needs a broker: --remote-engine --broker redis://HOST:PORT/0")
     from workers.cluster.node.remote_engine import RemoteEngine

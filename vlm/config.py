@@ -34,7 +34,9 @@ class EngineOptions:
     kv_cache_mb: int = 512
     visual_cache_mb: int = 256
     max_running: int = 16  # sequences decoded together
-    max_tiles_per_step: int = 8  # tiles encoded between two decode steps
+    max_tiles_per_step: int = 8  # tiles encoded between two decode steps, at most
+    max_step_ms: float = 500.0  # tiles or tokens of a step are fewer where they would take longer
+    stall_s: float = 60.0  # an engine without any progress for so long, not even a layer's, is replaced
     prefix_cache: bool = True
     speculation: Literal["off", "ngram"] = "off"
     speculation_rows: int = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge

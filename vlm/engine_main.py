@@ -11,17 +11,23 @@ import socket
 from vlm.build import build_runner
 from vlm.config import EngineOptions, from_mapping
 from workers.local.engine_process import serve
+from workers.local.progress import Progress
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")
     parser.add_argument("--fd", type=int, required=True, help="socket inherited from the serving process")
+    parser.add_argument(
+        "--progress-fd", type=int, required=True, help="file that the serving process watches progress in"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     options = from_mapping(EngineOptions, json.loads(arguments.options))
+    progress = Progress.of_file(arguments.progress_fd)
+    progress.tick()
     with socket.socket(fileno=arguments.fd) as connection:
-        serve(connection, build_runner(options))
+        serve(connection, build_runner(options, progress=progress), progress)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,6 +147,7 @@ class Decoder:
         self.weights = weights
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.cos, self.sin = rope_table(config.rope, num_positions, device, dtype)
+        self.ticks = np.zeros(1, np.int64)  # layers done
 
     def forward(self, batch: Batch, pool: KvPool) -> Tensor:
         """Writes the batch's KV into `pool` and returns logits [R, vocab_size] of the wanted rows."""
@@ -156,6 +158,7 @@ class Decoder:
         padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
         for i, layer in enumerate(self.weights.layers):
+            self.ticks[0] += 1
             kv = pool.layer(i)
             q = self._project(layer, x, cos, sin, batch.slots, kv)
             if i == last and not batch.logit_rows.numel():

@@ -42,6 +42,7 @@ struct Step {
     const int64_t* page_start; // [n + 1]
     float* logits;             // [R][vocab padded to 16]
     float* work;               // work_floats(...) of scratch
+    int64_t* ticks;            // grows by one with every linear and attended head: others watch it
     int32_t num_tokens, num_items;
 };
 
@@ -51,6 +52,8 @@ namespace {
 
 constexpr int KEYS = 64;          // per softmax update
 constexpr int QUERY_ROWS = 48;    // that share one pass over the keys
+
+inline void tick(const Step& s) { __atomic_fetch_add(s.ticks, 1, __ATOMIC_RELAXED); }
 
 inline long pad16(long n) { return (n + 15) / 16 * 16; }
 
@@ -278,9 +281,11 @@ int attend_all(const Model& m, const Pages<T>& pages, const Step& s, int window,
         const int end = s.offsets[i + 1];
         const int begin = only_wanted ? end - s.wanted[i] : s.offsets[i];
         if (begin == end) continue;
-        for (int h = 0; h < m.kv_heads; h++)
+        for (int h = 0; h < m.kv_heads; h++) {
             attend(m, pages, s.pages + s.page_start[i], h, window, qkv + begin * ldq, ldq, end - begin,
                    s.positions[begin], out + done * ldo, ldo, work);
+            tick(s);
+        }
         done += end - begin;
     }
     return done;
@@ -311,6 +316,7 @@ void run(const Model& m, const Step& s) {
         const bool last = l + 1 == m.num_layers;
         add_norm(s.x, pending, n.delta, rows, m.d_model, layer.attention_norm, m.eps, normed);
         linear(normed, m.d_model, rows, layer.qkv, qkv, n.qkv);
+        tick(s);
         write_kv(m, layer, pages, s, qkv, n.qkv);
         // Beyond its KV, the last layer matters only to the rows whose logits are wanted.
         const int kept = attend_all(m, pages, s, int(layer.window), last, qkv, n.qkv, attended, n.attended, scratch);
@@ -323,10 +329,13 @@ void run(const Model& m, const Step& s) {
             if (rows == 0) return;
         }
         linear(attended, n.attended, rows, layer.out, delta, n.delta);
+        tick(s);
         add_norm(s.x, delta, n.delta, rows, m.d_model, layer.mlp_norm, m.eps, normed);
         linear(normed, m.d_model, rows, layer.gate_up, hidden, n.hidden);
+        tick(s);
         gated_silu(hidden, n.hidden / 2, rows);
         linear(hidden, n.hidden, rows, layer.down, delta, n.delta);
+        tick(s);
         pending = delta;
     }
     add_norm(s.x, pending, n.delta, rows, m.d_model, m.norm, m.eps, normed);

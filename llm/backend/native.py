@@ -83,6 +83,11 @@ class NativeBackend:
         self._pool = self._make_pool(kv_storage)
         self._model.pool = self._pool.ctypes.data
         self._work = aligned(0, np.float32)
+        self._ticks = np.zeros(1, np.int64)
+
+    def count_progress(self, ticks: np.ndarray) -> None:
+        """See Backend."""
+        self._ticks = ticks
 
     @property
     def weight_bytes(self) -> int:
@@ -158,6 +163,7 @@ class NativeBackend:
             page_start=address(page_start),
             logits=address(logits),
             work=address(self._work),
+            ticks=address(self._ticks),
             num_tokens=len(x),
             num_items=len(plan.items),
         )

@@ -69,6 +69,7 @@ class StepStruct(ctypes.Structure):
                 "page_start",
                 "logits",
                 "work",
+                "ticks",
             )
         ),
         ("num_tokens", ctypes.c_int32),

@@ -39,6 +39,10 @@ class TorchBackend:
         self.pool = KvPool(config, num_blocks, block_size, self.device, self.dtype, int8=int8_kv)
         self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.d_model)
 
+    def count_progress(self, ticks: np.ndarray) -> None:
+        """See Backend."""
+        self.decoder.ticks = ticks
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> np.ndarray:
         """See Backend. Raises PlanError for a plan out of bounds, before anything is written."""

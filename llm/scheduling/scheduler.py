@@ -46,7 +46,11 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.queues = Queues()
         self.budget = StepBudget(
-            config.max_step_tokens, config.min_chunk_tokens, config.step_stretch, config.max_step_ms / 1e3
+            config.max_step_tokens,
+            config.min_chunk_tokens,
+            config.step_stretch,
+            config.max_step_ms / 1e3,
+            config.min_alone_tokens,
         )
         self.speculation: Speculation | None = None
         if config.speculation == "ngram":

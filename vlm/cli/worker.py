@@ -67,7 +67,12 @@ def worker_encode(
 
     options = pinned(engine_options(model, threads=threads, device=device, dtype=dtype))
     run_worker(
-        broker, store or broker, lambda: build_tile_batcher(options), visual_format(options), concurrency
+        broker,
+        store or broker,
+        lambda progress: build_tile_batcher(options, progress),
+        visual_format(options),
+        concurrency,
+        options.stall_s,
     )
 
 
@@ -105,4 +110,11 @@ def worker_generate(
         max_running=max_running,
     )
     options = pinned(options)
-    run_worker(broker, store or broker, lambda: build_runner(options), concurrency, name or None)
+    run_worker(
+        broker,
+        store or broker,
+        lambda progress: build_runner(options, progress=progress),
+        concurrency,
+        name or None,
+        options.stall_s,
+    )

@@ -55,9 +55,10 @@ return 'begun'
 """
 _BEAT = """
 local owner = redis.call('GET', KEYS[3])
-if owner and owner ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
-return 1
+if not owner or owner == ARGV[1] then redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2]) end
+local t = redis.call('TIME')
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+return redis.call('ZCARD', KEYS[1])
 """
 _END = """
 if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
@@ -114,9 +115,9 @@ class WorkLedger:
         args: list[str | int] = [token, _ms(LEASE_S), max_attempts, _ms(ATTEMPTS_S)]
         return bytes(self._begin(keys=self._keys(key), args=args)).decode()
 
-    def beat(self, key: str, token: str) -> None:
-        """Renews the lease, or takes it again if Redis forgot it meanwhile."""
-        self._beat(keys=self._keys(key), args=[token, _ms(LEASE_S)])
+    def beat(self, key: str, token: str) -> int:
+        """Renews the lease, or takes it again if Redis forgot it meanwhile. Returns how many still wait."""
+        return int(self._beat(keys=self._keys(key), args=[token, _ms(LEASE_S)]))
 
     def end(self, key: str, token: str, outcome: Outcome) -> None:
         """`undone` takes the attempt back: it was no fault of the work. Wakes whoever waits."""

@@ -82,7 +82,7 @@ class EncodeJob:
     revision: str  # of the encoder meant
     dtype: str
     tiles_blob: str
-    deadline_s: float
+    deadline_s: float  # from being sent to being begun
     sent_at: float
 
 

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
@@ -30,10 +31,13 @@ from workers.contract.messages import (
     request_from_json,
     request_to_json,
 )
-from workers.contract.streams import StreamTable
+from workers.contract.streams import StreamTable, end_tasks
 from workers.local.engine_runner import EngineRunner
+from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
 
-HEARTBEAT_S = 0.5
+log = logging.getLogger(__name__)
+
+IDLE_TICK_S = 0.5
 
 
 class FrameSocket:
@@ -69,20 +73,19 @@ class FrameSocket:
             self._socket.sendall(part)
 
 
-def serve(connection: socket.socket, runner: EngineRunner) -> None:
-    """The child's loop: take what arrived, do one step, send what happened. Ends with the parent."""
+def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -> None:
+    """The child's loop: take what arrived, do one step, send what happened. Ends with the parent, which
+    watches `progress`; what `runner` computes adds to it from inside a step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     frames = FrameSocket(connection)
     with contextlib.suppress(EOFError, ConnectionError, BrokenPipeError):
         frames.send({"op": "ready", "info": runner.info()})
-        last_beat = time.monotonic()
         while True:
-            while frames.buffered or frames.readable(0.0 if runner.has_work else HEARTBEAT_S):
+            while frames.buffered or frames.readable(0.0 if runner.has_work else IDLE_TICK_S):
+                progress.tick()
                 _handle(frames, runner, *frames.receive())
-            events = runner.step() if runner.has_work else []
-            now = time.monotonic()
-            if events or now - last_beat >= HEARTBEAT_S:
-                last_beat = now
+            progress.tick()
+            if runner.has_work and (events := runner.step()):
                 frames.send({"op": "events", "events": [event_to_json(event) for event in events]})
 
 
@@ -110,21 +113,24 @@ def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], 
 
 
 class EngineProcess:
-    """`EngineClient` over a child process; `command` gets `--fd N` appended."""
+    """`EngineClient` over a child process; `command` gets `--fd N --progress-fd N` appended."""
 
     def __init__(
         self,
         command: list[str],
         *,
-        start_timeout_s: float = 300.0,
-        silence_s: float = 10.0,
-        stall_timeout_s: float = 60.0,
+        stall_s: float = STALL_S,
+        start_stall_s: float = 300.0,
+        look_s: float = LOOK_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Silent for `silence_s`: not ready. Silent for `stall_timeout_s`: replaced. One step must fit."""
+        """A child without any progress for `stall_s` hangs and is replaced; until it is up, for
+        `start_stall_s`, since a stage of loading (an import, the weights) counts as one piece."""
         self._command = command
-        self._start_timeout_s = start_timeout_s
-        self._silence_s = silence_s
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_s = stall_s
+        self._start_stall_s = start_stall_s
+        self._look_s = look_s
+        self._clock = clock
         self._streams = StreamTable()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._reply_ids = itertools.count()
@@ -132,14 +138,13 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
-        self._last_sign = 0.0
         self.restarts = 0
         self.info: dict[str, Any] = {}
 
     @property
     def ready(self) -> bool:
-        """Forward progress: the child is up and was heard of lately."""
-        return self._up.is_set() and time.monotonic() - self._last_sign < self._silence_s
+        """The child is up and takes requests, however long its step under way may be."""
+        return self._up.is_set()
 
     @property
     def pid(self) -> int | None:
@@ -149,9 +154,7 @@ class EngineProcess:
         """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails."""
         self._keeper = asyncio.create_task(self._keep_alive())
         up = asyncio.create_task(self._up.wait())
-        done, _ = await asyncio.wait(
-            {up, self._keeper}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait({up, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
         if up not in done:
             up.cancel()
             await self.close()
@@ -188,38 +191,49 @@ class EngineProcess:
             delay_s = 0.0 if time.monotonic() - started > 10 else min(5.0, 2 * delay_s + 0.1)
 
     async def _run_child(self) -> None:
+        """Returns once the child has ended or hangs."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        progress_fd = open_shared()
+        progress = Progress.of_file(progress_fd)
+        try:
             self._child = subprocess.Popen(
-                [*self._command, "--fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*self._command, "--fd", str(theirs.fileno()), "--progress-fd", str(progress_fd)],
+                pass_fds=[theirs.fileno(), progress_fd],
                 process_group=0,  # Ctrl-C would reach it before it ignores it
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
+        finally:
+            theirs.close()
+            os.close(progress_fd)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
-        watchdog = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch(progress))]
         try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            await end_tasks(*tasks)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 json_bytes, payload_bytes = frame_sizes(await reader.readexactly(FRAME_HEADER.size))
                 message = json.loads(await reader.readexactly(json_bytes))
                 await reader.readexactly(payload_bytes)
-                self._last_sign = time.monotonic()
                 self._take(message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        finally:
-            watchdog.cancel()
 
-    async def _watch(self) -> None:
-        """A child that is up but silent for too long hangs: replace it."""
-        while True:
-            await asyncio.sleep(1.0)
-            if (
-                self._up.is_set()
-                and time.monotonic() - self._last_sign > self._stall_timeout_s
-                and self._child
-            ):
-                self._child.kill()
+    async def _watch(self, progress: Progress) -> None:
+        """Returns once the child hangs, and kills it: its streams wait for nothing more."""
+        starting, running = (
+            StallWatch(self._start_stall_s, self._clock),
+            StallWatch(self._stall_s, self._clock),
+        )
+        hangs = False
+        while not hangs:
+            await asyncio.sleep(self._look_s)
+            hangs = (running if self._up.is_set() else starting).look(progress.count)
+        log.error("the engine process makes no progress: it is replaced")
+        if self._child:
+            self._child.kill()
 
     def _take(self, message: dict[str, Any]) -> None:
         match message["op"]:
@@ -272,22 +286,19 @@ class EngineProcess:
     async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
         """Returns when the engine has them. Frames keep their order, so every wish that it uttered before
         was heard before, and the caller can tell a late wish from a new one."""
-        await self._ask({"op": "tiles", "key": key}, tiles, timeout_s=None)
+        await self._ask({"op": "tiles", "key": key}, tiles)
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         self._send({"op": "no_tiles", "key": key, "code": code, "message": message})
 
-    async def _ask(
-        self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = 10.0
-    ) -> Any:
+    async def _ask(self, message: dict[str, Any], payload: bytes = b"") -> Any:
+        """The child's reply, after the step under way. Raises EngineUnavailable once the child is gone."""
         reply = next(self._reply_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._replies[reply] = future
         try:
             self._send({**message, "reply": reply}, payload)
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            raise EngineUnavailable("the engine does not answer") from None
+            return await future
         finally:
             self._replies.pop(reply, None)
 

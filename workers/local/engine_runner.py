@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
@@ -41,7 +42,8 @@ class CachedVisuals:
 class EngineRunner:
     """Steps the encoder's batcher and the engine in turn, so that an encode delays a running stream by one
     tile batch at most: of `busy_max_tiles` tiles while an interactive answer runs, as nobody reads batch work
-    along.
+    along. A tile is not cut: after one that took longer than a step should, running answers get as much time
+    as it took before the next, so that a short one waits for one tile and not for one with every token.
 
     What arrives waits for one turn of each at most. What is interactive waits for the turn under way alone:
     whichever of the two takes it up passes the other, once in a row, if the other has batch work only.
@@ -55,6 +57,7 @@ class EngineRunner:
         *,
         about: dict[str, Any] | None = None,
         busy_max_tiles: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batcher = batcher
         self._visuals = CachedVisuals(batcher)
@@ -65,6 +68,8 @@ class EngineRunner:
         # the latest turn: the engine's step, or whose tiles
         self._latest: Literal["step", "interactive", "batch"] = "step"
         self._was_out_of_turn = False  # that turn
+        self._clock = clock
+        self._owed_s = 0.0  # to running answers, for tiles that took too long
         self._has_arrived = False  # an interactive request, since the engine's latest step
         self._pieces = Pieces(self._priorities.get)
         self._wanted: dict[VisualKey, Priority] = {}  # keys asked for whose tiles have not come
@@ -125,13 +130,17 @@ class EngineRunner:
 
     def step(self) -> list[Event]:
         """One tile batch or one engine step, in turn while both have work."""
+        started = self._clock()
         if self._are_tiles_next():
             self._latest = self._batcher.next_class
             busy = self.engine.has_interactive_running
             self._batcher.step(self._busy_max_tiles if busy else None)
+            taken_s, longest_s = self._clock() - started, self._batcher.max_step_s
+            self._owed_s = taken_s if longest_s is not None and taken_s > longest_s else 0.0
             return []
         self._latest, self._has_arrived = "step", False
         told = self._pieces.join(self.engine.step())
+        self._owed_s -= self._clock() - started
         return [event for event in told if self._note(event)]
 
     def _are_tiles_next(self) -> bool:
@@ -141,6 +150,8 @@ class EngineRunner:
             return False
         if not self.engine.has_work:
             return True
+        if self._owed_s > 0 and self.engine.has_interactive_running:
+            return False
         tiles, in_turn = self._batcher.next_class, self._latest == "step"
         if in_turn:
             passes = tiles == "batch" and self._has_arrived

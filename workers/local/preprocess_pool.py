@@ -9,9 +9,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
 
 from preprocess.limits import BYTES_PER_PIXEL, ImageLimits
 from preprocess.probe import open_header
@@ -32,6 +35,8 @@ from workers.contract.turns import Turns
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -43,7 +48,7 @@ class LocalOptions:
 
 
 class DecoderDied(Exception):
-    """The process ended, or said nothing for too long and was ended."""
+    """The process ended, or did nothing for too long and was ended."""
 
 
 class LocalPreprocess:
@@ -153,8 +158,8 @@ class LocalPreprocess:
         try:
             async with asyncio.timeout(hang_s):
                 await process.ready()
-                up = True
-                reply = await process.call(frame, data)
+            up = True
+            reply = await _unless_hung(process, process.call(frame, data), hang_s)
         except (OSError, EOFError, ValueError, TimeoutError):
             await self._replace(process)
             raise (DecoderDied() if up else unreachable()) from None
@@ -219,6 +224,15 @@ class DecodeProcess:
         """It came up and is gone; asked between two calls."""
         return self._up and self._child.poll() is not None
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time used so far; 0 for one that is gone."""
+        try:
+            times = psutil.Process(self._child.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
     async def ready(self) -> None:
         """Raises EOFError or OSError when the child can't start."""
         async with self._starting:
@@ -255,6 +269,22 @@ class DecodeProcess:
                 raise EOFError
             view = view[received:]
         return buffer
+
+
+async def _unless_hung(process: DecodeProcess, call: Coroutine[Any, Any, T], hang_s: float) -> T:
+    """What `call` returns or raises. Raises TimeoutError once the process used no processor time for
+    `hang_s`; one that does is slow, and ended by its limit."""
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            used_s = process.cpu_s
+            done, _ = await asyncio.wait({task}, timeout=hang_s)
+            if done:
+                return task.result()
+            if process.cpu_s == used_s:
+                raise TimeoutError
+    finally:
+        task.cancel()
 
 
 def _child_environment() -> dict[str, str]:

@@ -39,7 +39,7 @@ async def live() -> Response:
     response_model=None,
 )
 async def ready(request: Request) -> Response:
-    """The engine makes progress and new requests are taken. `/health` is what other servers call it."""
+    """New requests are taken, however busy the engine is. `/health` is what other servers call it."""
     service = service_of(request)
     if service.admission.draining:
         return JSONResponse({"status": "draining"}, 503, {"retry-after": "5"})

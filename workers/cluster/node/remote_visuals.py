@@ -48,7 +48,8 @@ def encode_timed_out() -> StageUnavailable:
 class _Flight:
     key: VisualKey
     tiles: bytes
-    deadline: float  # time.monotonic()
+    patience_s: float
+    at_work: float = field(default_factory=time.monotonic)  # when somebody was last seen at it
     waiter: str = field(default_factory=lambda: uuid.uuid4().hex)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     stored: float = 0.0  # when the tiles were last put
@@ -98,12 +99,14 @@ class RemoteVisuals:
     async def provide(self, key: VisualKey, tiles: bytes, deadline_s: float) -> None:
         """Returns once every replica that waits has word that the tokens are there.
 
-        Raises StageUnavailable for what may do later. Cancelled: the encode is dropped if nobody else waits.
+        An encode under way may take as long as it does: its lease ends with its worker. Raises
+        StageUnavailable for what may do later: nobody was at it for `deadline_s`. Cancelled: the encode is
+        dropped if nobody else waits.
         """
-        flight = _Flight(key, tiles, time.monotonic() + deadline_s)
+        flight = _Flight(key, tiles, deadline_s)
         try:
             while self._wanted.get(key):
-                if time.monotonic() > flight.deadline:
+                if time.monotonic() > flight.at_work + flight.patience_s:
                     raise encode_timed_out()
                 flight.woken.clear()
                 settled = await self._advance(flight)
@@ -163,6 +166,7 @@ class RemoteVisuals:
         if state.verdict is not None:
             return InboxMessage("fail", flight.key, "", *state.verdict)
         if state.running:
+            flight.at_work = time.monotonic()
             return None
         if self._level2.exists(name):
             return InboxMessage("visual", flight.key)
@@ -190,7 +194,7 @@ class RemoteVisuals:
         ):
             self._mailbox.post(replica, InboxMessage("tiles", flight.key, blob))
             return
-        left_s = flight.deadline - time.monotonic()
+        left_s = flight.at_work + flight.patience_s - time.monotonic()
         job = EncodeJob(flight.key, revision, dtype, blob, left_s, time.time())
         self._app.send_task(
             ENCODE_TASK,

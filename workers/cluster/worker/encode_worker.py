@@ -25,11 +25,12 @@ from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_
 from workers.cluster.worker.tasks import Heartbeat
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.stages import MAX_ATTEMPTS, overloaded
+from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
 
 CONCURRENCY = 32
 _PATIENCE_S = 60.0
-_STALL_S = 60.0
+_WANTED_S = 0.5  # how soon it is noticed that nobody waits any more
 
 
 class EncodeFailed(Exception):
@@ -37,6 +38,10 @@ class EncodeFailed(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+class Unwanted(Exception):
+    """Nobody waits for these visual tokens any more."""
 
 
 class _SteppedBatcher:
@@ -83,11 +88,18 @@ class _SteppedBatcher:
 class EncodeService:
     """One encoder for many threads."""
 
-    def __init__(self, make_batcher: Callable[[], TileBatcher], on_crash: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        make_batcher: Callable[[Progress], TileBatcher],
+        on_crash: Callable[[], None],
+        stall_s: float = STALL_S,
+    ) -> None:
+        """on_crash: the encoder is beyond repair, or hangs: it made no progress for `stall_s`."""
         self._thread: StepThread[_SteppedBatcher, StepResult] = StepThread(
-            lambda: _SteppedBatcher(make_batcher()),
+            lambda progress: _SteppedBatcher(make_batcher(progress)),
             lambda stepped, result: stepped.after_step(result),
             on_crash,
+            stall_s=stall_s,
         )
 
     def start(self) -> None:
@@ -96,28 +108,29 @@ class EncodeService:
     def close(self) -> None:
         self._thread.close()
 
-    @property
-    def busy_s(self) -> float:
-        return self._thread.busy_s
+    def encode(self, key: str, pixels: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
+        """Visual tokens [n, width] of uint8 tiles [t, H, W, 3], however long they take.
 
-    def encode(self, key: str, pixels: Any, timeout_s: float) -> Any:
-        """Visual tokens [n, width] of uint8 tiles [t, H, W, 3]. Raises EncodeFailed and TimeoutError."""
+        Raises EncodeFailed, and Unwanted once `wanted` says no.
+        """
         future: Future[Any] = Future()
         self._thread.tell(lambda stepped: stepped.add(key, pixels, future))
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            self._thread.tell(lambda stepped: stepped.give_up(key, future))
-            raise
+        while True:
+            try:
+                return future.result(_WANTED_S)
+            except TimeoutError:
+                if not wanted():
+                    self._thread.tell(lambda stepped: stepped.give_up(key, future))
+                    raise Unwanted from None
 
 
 def run_encode_job(
     job: EncodeJob, service: EncodeService, blobs: BlobStore, level2: VisualStore, ledger: WorkLedger
 ) -> None:
-    """One attempt. Harmless for a message that comes twice, too late, or for work that is done or doomed."""
+    """One attempt, for as long as somebody waits. Harmless for a message that comes twice, too late, or for
+    work that is done or doomed."""
     name, token = level2.form.entry(job.key), uuid.uuid4().hex
-    left_s = job.deadline_s - age_s(job.sent_at)
-    if left_s <= 0:
+    if age_s(job.sent_at) >= job.deadline_s:
         return
     if (job.revision, job.dtype) != (level2.form.revision, level2.form.dtype):
         ledger.unclaim(f"{job.key}.{job.dtype}")  # sent again, for a worker with that encoder
@@ -133,8 +146,8 @@ def run_encode_job(
         return
     outcome: Outcome = "failed"
     try:
-        with Heartbeat(ledger, name, token):
-            outcome = _encode(job, service, blobs, level2, ledger, left_s)
+        with Heartbeat(ledger, name, token) as heartbeat:
+            outcome = _encode(job, service, blobs, level2, ledger, lambda: heartbeat.wanted)
     finally:
         ledger.end(name, token, outcome)
 
@@ -145,21 +158,21 @@ def _encode(
     blobs: BlobStore,
     level2: VisualStore,
     ledger: WorkLedger,
-    left_s: float,
+    wanted: Callable[[], bool],
 ) -> Outcome:
     name = level2.form.entry(job.key)
     payload = blobs.get(job.tiles_blob)
     if payload is None:
         return "undone"  # whoever waits puts it there again
     try:
-        rows = service.encode(job.key, from_bytes(payload).pixels, left_s)
+        rows = service.encode(job.key, from_bytes(payload).pixels, wanted)
         level2.put(job.key, rows)
     except ValueError:
         blobs.delete(job.tiles_blob)
         return "failed"
     except EncodeFailed:
         ledger.fail(name, *ENCODING_FAILED)
-    except TimeoutError:
+    except Unwanted:
         return "undone"
     except BlobStoreFull:
         full = overloaded()
@@ -170,16 +183,18 @@ def _encode(
 def run(
     broker: str,
     store: str,
-    make_batcher: Callable[[], TileBatcher],
+    make_batcher: Callable[[Progress], TileBatcher],
     form: VisualFormat,
     concurrency: int = CONCURRENCY,
+    stall_s: float = STALL_S,
 ) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs."""
+    """Serves until SIGTERM (finishes what it has) or SIGINT; ends with 1 when the encoder crashes or makes no
+    progress for `stall_s`. Raises ValueError for non-Redis URLs."""
     app = make_app(broker)
     client = connect(store, _PATIENCE_S)
     blobs, ledger = open_store(store, patience_s=_PATIENCE_S), WorkLedger(client, ENCODE_QUEUE)
     level2 = VisualStore(open_visual_blobs(store, patience_s=_PATIENCE_S), form)
-    service = EncodeService(make_batcher, on_crash=lambda: os._exit(1))
+    service = EncodeService(make_batcher, on_crash=lambda: os._exit(1), stall_s=stall_s)
     draining = threading.Event()
     name = default_name()
 
@@ -191,7 +206,7 @@ def run(
         run_encode_job(job, service, blobs, level2, ledger)
 
     def about() -> About | None:
-        if draining.is_set() or service.busy_s > _STALL_S:
+        if draining.is_set():
             return None
         return {"revision": form.revision, "dtype": form.dtype, "width": form.width}
 

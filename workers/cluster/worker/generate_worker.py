@@ -12,6 +12,7 @@ from workers.cluster.celery_app import default_name, make_app, passing_queue, th
 from workers.cluster.names import GENERATE_TASK, GenerateJob, generate_queue
 from workers.cluster.worker.replica import Replica
 from workers.local.engine_runner import EngineRunner
+from workers.local.progress import STALL_S, Progress
 
 CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and batches them
 
@@ -19,17 +20,19 @@ CONCURRENCY = 64  # requests taken from the queue at once; the engine orders and
 def run(
     broker: str,
     store: str,
-    make_runner: Callable[[], EngineRunner],
+    make_runner: Callable[[Progress], EngineRunner],
     concurrency: int = CONCURRENCY,
     name: str | None = None,
+    stall_s: float = STALL_S,
 ) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs.
+    """Serves until SIGTERM (finishes what it has) or SIGINT; ends with 1 when the engine crashes or makes no
+    progress for `stall_s`. Raises ValueError for non-Redis URLs.
 
     name: of the replica, and of its queue `generate.NAME`; unique among those alive.
     """
     name = name or default_name()
     app = make_app(broker)
-    replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1))
+    replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1), stall_s=stall_s)
 
     @app.task(name=GENERATE_TASK)
     def generate(**message: Any) -> None:

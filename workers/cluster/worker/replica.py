@@ -2,7 +2,8 @@
 
 node --task--> `run` --> engine thread --events--> the node's stream
 node --inbox--> visual tokens are there, cancel, ...
-A heartbeat says that it lives and how busy it is; it stops when the engine hangs, and nodes go elsewhere.
+A heartbeat says that it lives and how busy it is, also in the middle of a long step. An engine that fails, or
+hangs, ends the process: nodes go elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from workers.contract.faults import TIMED_OUT
 from workers.contract.messages import request_from_json
 from workers.contract.streams import is_last
 from workers.local.engine_runner import EngineRunner
+from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
 
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0  # for a Redis that is away, and for an answer's last events
-_STALL_S = 60.0  # a step that takes longer hangs
 _STATS_S = 1.0
 
 
@@ -50,9 +51,15 @@ class Replica:
     """Threads: engine, publisher, heartbeat, inbox reader, caretaker, and one for each task under way."""
 
     def __init__(
-        self, name: str, store: str, make_runner: Callable[[], EngineRunner], on_crash: Callable[[], None]
+        self,
+        name: str,
+        store: str,
+        make_runner: Callable[[Progress], EngineRunner],
+        on_crash: Callable[[], None],
+        stall_s: float = STALL_S,
     ) -> None:
-        """on_crash: the engine is beyond repair; called after the replica has left the registry."""
+        """on_crash: the engine is beyond repair, or made no progress for `stall_s`; called after the replica
+        has left the registry."""
         self.name = name
         self.boot = uuid.uuid4().hex
         self._on_crash = on_crash
@@ -63,12 +70,12 @@ class Replica:
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._draining = False
+        self._draining = self._crashed = False
         self._beats = 0
         self._stats: dict[str, Any] = {}
         self._wait_s = 0.0  # mean time from sent to taken up, exponentially weighted
         self._thread: StepThread[EngineRunner, list[Event]] = StepThread(
-            make_runner, self._after_step, self._crash
+            make_runner, self._after_step, self._crash, stall_s=stall_s
         )
         self._publisher = EventPublisher(connect(store), self._ended)
         self._info = self._thread.start().info()
@@ -168,12 +175,12 @@ class Replica:
             self._calls.pop(name, None)
 
     def _crash(self) -> None:
+        self._crashed = True  # a beat that is due does not bring it back
         self._heartbeat.leave()
         self._on_crash()
 
     def _about(self) -> About | None:
-        if self._thread.busy_s > _STALL_S:
-            log.error("the engine makes no progress")
+        if self._crashed:
             return None
         with self._lock:
             active = len(self._calls)

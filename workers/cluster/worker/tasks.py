@@ -28,6 +28,7 @@ from workers.local.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_me
 log = logging.getLogger(__name__)
 
 TILES_TTL_S = 120.0
+UNWANTED_BEATS = 4
 _FULL_TTL_S = 1.0  # those who wait now are told that the store is full, later ones try
 
 
@@ -95,10 +96,11 @@ def _make_tiles(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> Outcome:
 
 
 class Heartbeat:
-    """Renews a lease from a thread while the work's native code runs."""
+    """Renews a lease from a thread while the work's native code runs, and hears whether anybody waits."""
 
     def __init__(self, ledger: WorkLedger, key: str, token: str) -> None:
         self._ledger, self._key, self._token = ledger, key, token
+        self._unwanted = 0  # beats in a row
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -112,9 +114,16 @@ class Heartbeat:
         self._stop.set()
         self._thread.join()
 
+    @property
+    def wanted(self) -> bool:
+        """False once several beats in a row found nobody who waits: one may fall between a Redis that forgot
+        and waiters who ask again."""
+        return self._unwanted < UNWANTED_BEATS
+
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
             try:
-                self._ledger.beat(self._key, self._token)
+                is_wanted = self._ledger.beat(self._key, self._token)
+                self._unwanted = 0 if is_wanted else self._unwanted + 1
             except RedisError:
                 log.warning("heartbeat failed", exc_info=True)
