@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, TowerConfig
-from encoder.tower import gelu
+from encoder.tower import build_norm, gelu
 
 
 def pixel_shuffle(x: Tensor, reduction: int) -> Tensor:
@@ -35,7 +35,7 @@ class PixelShuffle(nn.Module):
 
 
 class AveragePool(nn.Module):
-    """The mean of each cell's patches, then one projection.
+    """The mean of each cell's patches, perhaps a norm, then one projection.
 
     Odd grids pool with ceil, 27x27 at 2x2 to 14x14; a border cell's mean counts only the patches that exist.
     """
@@ -43,14 +43,15 @@ class AveragePool(nn.Module):
     def __init__(self, config: ConnectorConfig, width: int) -> None:
         super().__init__()
         self.reduction = config.reduction
-        self.proj = nn.Linear(width, config.d_model)
+        self.norm = build_norm(config.norm, width, config.norm_eps)
+        self.proj = nn.Linear(width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         n, patches, width = x.shape
         side = round(patches**0.5)
         grid = x.transpose(1, 2).reshape(n, width, side, side)
         pooled = F.avg_pool2d(grid, self.reduction, ceil_mode=True, count_include_pad=False)
-        return self.proj(pooled.flatten(2).transpose(1, 2))
+        return self.proj(self.norm(pooled.flatten(2).transpose(1, 2)))
 
 
 class MlpConnector(nn.Module):
@@ -61,7 +62,7 @@ class MlpConnector(nn.Module):
         joined = width * config.reduction**2
         self.reduction = config.reduction
         self.activation = config.activation
-        self.norm = nn.LayerNorm(joined) if config.norm else nn.Identity()
+        self.norm = build_norm(config.norm, joined, config.norm_eps)
         self.fc1 = nn.Linear(joined, config.intermediate)
         self.fc2 = nn.Linear(config.intermediate, config.d_model)
 

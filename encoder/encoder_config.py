@@ -64,8 +64,10 @@ class ConnectorConfig:
     reduction: int  # patches joined per side
     d_model: int  # the decoder's width
     intermediate: int = 0  # hidden width of the `mlp` kind
-    norm: bool = False  # `mlp` kind: a LayerNorm over the joined patches comes first
+    norm: NormKind | None = None  # `mlp`: over the joined patches; `average_pool`: over the pooled ones
+    norm_eps: float = 1e-5
     activation: Activation = "gelu"  # of the `mlp` kind
+    bias: bool = True  # of the `average_pool` kind's projection
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConnectorKind):
@@ -74,8 +76,8 @@ class ConnectorConfig:
             raise EncoderConfigError("connector: reduction and d_model must be at least 1")
         if (self.kind == "mlp") != (self.intermediate > 0):
             raise EncoderConfigError("connector: intermediate belongs to the mlp kind, which needs it")
-        if self.norm and self.kind != "mlp":
-            raise EncoderConfigError("connector: norm belongs to the mlp kind")
+        if self.norm and self.kind == "pixel_shuffle":
+            raise EncoderConfigError("connector: norm belongs to the mlp and average_pool kinds")
 
 
 @dataclass(frozen=True, slots=True)

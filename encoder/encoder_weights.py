@@ -105,6 +105,8 @@ def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dic
         shape = (shapes[key][0] // len(source.names), *shapes[key][1:])
         if source.fold in ("positions", "bucketed_positions"):
             shape = (config.tower.num_positions, config.tower.width)
+        elif source.fold == "transpose":
+            shape = shape[::-1]
         expected |= dict.fromkeys(source.names, shape)
         if source.by:
             expected[source.by] = shape[:1]
@@ -116,7 +118,8 @@ def _read(
 ) -> dict[str, Tensor]:
     """Reads only the named tensors, file by file, each converted as it is read unless it is folded."""
     wanted = {name for source in sources.values() for name in source.all_names}
-    folded = {name for source in sources.values() if source.by for name in source.all_names}
+    rounds = ("layer_scale", "plus_one")  # these compute: in float32, whatever the dtype
+    folded = {name for source in sources.values() if source.fold in rounds for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
@@ -137,6 +140,10 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined[bucketed_positions(config.geometry.grid_side)][None]
     if source.fold == "positions":
         return joined[None]
+    if source.fold == "transpose":
+        return joined.t().contiguous()
+    if source.fold == "plus_one":
+        return joined + 1
     if source.fold == "layer_scale":
         return joined * parts[source.by].view(-1, *[1] * (joined.dim() - 1))
     return joined

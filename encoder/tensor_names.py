@@ -8,9 +8,10 @@ from typing import Literal
 
 from encoder.checkpoint import CheckpointError
 
-Fold = Literal["none", "positions", "bucketed_positions", "layer_scale"]
+Fold = Literal["none", "positions", "bucketed_positions", "layer_scale", "plus_one", "transpose"]
 """What is done to a parameter while it is loaded, in float32: a batch axis in front of a position table, the
-table's rows by Idefics3's buckets, rows times those of `Source.by`. `encoder.encoder_weights` does it."""
+table's rows by Idefics3's buckets, rows times those of `Source.by`, a norm's offset, [in, out] turned to
+[out, in]. `encoder.encoder_weights` does it."""
 
 
 @dataclass(frozen=True, slots=True)

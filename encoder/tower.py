@@ -40,11 +40,10 @@ class PatchEmbed(nn.Module):
         return self.proj(pixels).flatten(2).transpose(1, 2)  # [n, patches, width], in reading order
 
 
-def build_norm(kind: NormKind | None, config: TowerConfig) -> nn.Module:
+def build_norm(kind: NormKind | None, width: int, eps: float) -> nn.Module:
     if kind is None:
         return nn.Identity()
-    norm = nn.LayerNorm if kind == "layer" else nn.RMSNorm
-    return norm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps) if kind == "layer" else nn.RMSNorm(width, eps)
 
 
 class Attention(nn.Module):
@@ -84,9 +83,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self.norm1 = build_norm(config.norm, config)
+        self.norm1 = build_norm(config.norm, config.width, config.norm_eps)
         self.attn = Attention(config)
-        self.norm2 = build_norm(config.norm, config)
+        self.norm2 = build_norm(config.norm, config.width, config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ class Tower(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width)) if config.class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, config.num_positions, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = build_norm(config.final_norm, config)
+        self.norm = build_norm(config.final_norm, config.width, config.norm_eps)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embed(pixels)

@@ -36,6 +36,9 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     ),
 }
 
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
 _NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window")
 
 # What a config.json may leave out besides its sizes.
@@ -48,7 +51,12 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+_GEMMA3: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A pre-norm GQA decoder with a gated SiLU MLP. MHA and MQA are num_kv_heads' two ends."""
+    """A GQA decoder with a gated MLP. MHA and MQA are num_kv_heads' two ends."""
 
     vocab_size: int
     d_model: int
@@ -120,7 +128,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    ropes: tuple[Rope, ...]
     norm_eps: float
     max_positions: int
     tied_embeddings: bool
@@ -129,6 +137,13 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int, ...]  # per layer: keys a query sees, itself included; 0 is all
+    layer_ropes: tuple[int, ...]  # per layer: which of `ropes`
+    activation: Activation = "silu"
+    post_norms: bool = False  # a norm on what attention and MLP add, besides those before them
+    norm_offset: float = 0.0  # added to the checkpoint's norm weights
+    query_scale: float = 1.0  # on queries, besides the usual 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0  # on tokens' embeddings, not on visual tokens
+    whole_spans: bool = False  # positions of one image span see each other, later ones too
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any], *, tied: bool | None = None) -> DecoderConfig:
@@ -142,7 +157,8 @@ class DecoderConfig:
             known = ", ".join(ARCHITECTURES)
             raise ConfigError(f"decoder type {_shown(architecture)} is not supported (supported: {known})")
         given = {k: v for k, v in text.items() if v is not None or k in _NULLABLE}
-        values = _COMMON | class_defaults(architecture) | given
+        own = _GEMMA3 if architecture == "gemma3_text" else {}
+        values = _COMMON | own | class_defaults(architecture) | given
         if tied is not None:
             values["tie_word_embeddings"] = tied
         return _build(architecture, values)
@@ -165,10 +181,18 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError("num_attention_heads is not a multiple of num_key_value_heads")
     if head_dim % 2:
         raise ConfigError("an odd head_dim is not supported")
-    if values["hidden_act"] not in ("silu", "swish"):
-        raise ConfigError(f"activation {_shown(values['hidden_act'])} is not supported (supported: silu)")
+    is_gemma = architecture == "gemma3_text"
+    activation = values["hidden_activation" if is_gemma else "hidden_act"]
+    supported = {"gelu_pytorch_tanh"} if is_gemma else {"silu", "swish"}
+    if activation not in supported:
+        names = ", ".join(sorted(supported))
+        raise ConfigError(f"activation {_shown(activation)} is not supported (supported: {names})")
+    for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if values.get(key):
+            raise ConfigError(f"{key} is not supported")
     if values.get("quantization_config"):
         raise ConfigError("quantized checkpoints are not supported")
+    windows = _windows(values)
     has_attention_bias = architecture != "mistral" and bool(values["attention_bias"])
     return DecoderConfig(
         vocab_size=_count(values, "vocab_size"),
@@ -178,15 +202,21 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=_rope(values, head_dim),
+        ropes=_ropes(values, head_dim),
         norm_eps=float(values["rms_norm_eps"]),
         max_positions=_count(values, "max_position_embeddings"),
         tied_embeddings=bool(values["tie_word_embeddings"]),
         qkv_bias=architecture == "qwen2" or has_attention_bias,
         out_bias=architecture in ("llama", "qwen3") and has_attention_bias,
         mlp_bias=architecture == "llama" and bool(values["mlp_bias"]),
-        qk_norm=architecture == "qwen3",
-        windows=_windows(values),
+        qk_norm=architecture in ("qwen3", "gemma3_text"),
+        windows=windows,
+        layer_ropes=tuple(int(bool(window)) if is_gemma else 0 for window in windows),
+        activation=_ACTIVATIONS[activation],
+        post_norms=is_gemma,
+        norm_offset=1.0 if is_gemma else 0.0,
+        query_scale=(head_dim / values["query_pre_attn_scalar"]) ** 0.5 if is_gemma else 1.0,
+        embedding_scale=_count(values, "hidden_size") ** 0.5 if is_gemma else 1.0,
     )
 
 
@@ -197,9 +227,25 @@ def _windows(values: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(values["sliding_window"]) if kind == "sliding" else 0 for kind in kinds)
 
 
-def _rope(values: Mapping[str, Any], head_dim: int) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
-    given: dict[str, Any] = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+def _ropes(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, ...]:
+    """One for every layer, or Gemma 3's two: of full layers and of sliding ones.
+
+    `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
+    """
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if values["model_type"] != "gemma3_text":
+        return (_rope(given, values, head_dim),)
+    full: Mapping[str, Any] = {"rope_theta": values.get("rope_theta") or 1e6} | dict(
+        given.get("full_attention") or ({} if "sliding_attention" in given else given)
+    )
+    sliding = {"rope_theta": values.get("rope_local_base_freq") or 1e4} | dict(
+        given.get("sliding_attention") or {}
+    )
+    return _rope(full, values, head_dim), _rope(sliding, values, head_dim)
+
+
+def _rope(parameters: Mapping[str, Any], values: Mapping[str, Any], head_dim: int) -> Rope:
+    given: dict[str, Any] = dict(parameters)
     rope_type: Any = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)

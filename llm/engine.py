@@ -60,7 +60,9 @@ class Engine:
         self._clock = clock
         self._pool = BlockPool(backend.num_blocks, backend.block_size)
         self._wants = VisualWants(visuals)
-        self._scheduler = Scheduler(config, self._pool, self._wants, backend.swap_out, backend.swap_in)
+        self._scheduler = Scheduler(
+            config, self._pool, self._wants, backend.swap_out, backend.swap_in, backend.whole_spans
+        )
         self._counters = EngineCounters()
         self._groups: dict[str, Group] = {}
         self._committer = Committer(

@@ -121,7 +121,9 @@ _WINDOWLESS = ("llama", "smollm3", "olmo2")  # their classes know no sliding_win
 _FIRST_QWEN_WINDOW = 28  # default max_window_layers
 
 
-def text_part(config: Mapping[str, Any], tied_default: bool | None = None) -> dict[str, Any]:
+def text_part(
+    config: Mapping[str, Any], tied_default: bool | None = None, text_type: str = "llama"
+) -> dict[str, Any]:
     """The decoder's own keys, of a part of the config where it is a model's that holds a decoder.
 
     The outer `tie_word_embeddings` wins over the inner one; where neither config has an outer flag,
@@ -133,7 +135,7 @@ def text_part(config: Mapping[str, Any], tied_default: bool | None = None) -> di
     tied = tied_default if tied is None else tied
     if tied is not None:
         text["tie_word_embeddings"] = tied
-    text.setdefault("model_type", "llama")
+    text.setdefault("model_type", text_type)
     return text
 
 

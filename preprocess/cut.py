@@ -17,6 +17,8 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     resample: Pillow's number of the filter.
     """
     grid = plan.grid
+    if plan.boxes:
+        return _cut_boxes(image, plan, resample, variant)
     filter_ = Image.Resampling(resample)
     gap = None if variant == "exact" else _REDUCING_GAP
     canvas = image
@@ -33,4 +35,15 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     if grid.thumbnail:
         source = canvas if plan.thumbnail_of_canvas else image
         pixels[-1] = np.asarray(source.resize((width, height), filter_, reducing_gap=gap))
+    return Tiles(pixels, grid)
+
+
+def _cut_boxes(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -> Tiles:
+    """Pieces of the image itself, each squashed to a tile, and the whole image last."""
+    grid, filter_ = plan.grid, Image.Resampling(resample)
+    gap = None if variant == "exact" else _REDUCING_GAP
+    size = (grid.tile_width, grid.tile_height)
+    pixels = np.empty((grid.num_tiles, grid.tile_height, grid.tile_width, 3), dtype=np.uint8)
+    for index, box in enumerate([*plan.boxes, (0, 0, *image.size)]):
+        pixels[index] = np.asarray(image.crop(box).resize(size, filter_, reducing_gap=gap))
     return Tiles(pixels, grid)

@@ -75,7 +75,7 @@ def preprocess(data: bytes, spec: PreprocessSpec, limits: ImageLimits | None = N
     header = open_header(data, limits or ImageLimits(), page)
     plan = spec.rule.plan(header.width, header.height, spec.detail)
     min_size = None
-    if spec.variant == "fast":
+    if spec.variant == "fast" and not plan.boxes:
         width, height = plan.steps[0]
         min_size = (math.ceil(width * _DRAFT_FRACTION), math.ceil(height * _DRAFT_FRACTION))
     image = decode_header(header, spec.background, min_size)
@@ -83,7 +83,7 @@ def preprocess(data: bytes, spec: PreprocessSpec, limits: ImageLimits | None = N
 
 
 def tiles_key(digest: str, spec: PreprocessSpec) -> str:
-    """64 hex digits. `auto` and `high` cut alike, so they share a key.
+    """64 hex digits. Details that cut alike share a key.
 
     digest: `ImageInfo.sha256`.
     """
@@ -91,7 +91,7 @@ def tiles_key(digest: str, spec: PreprocessSpec) -> str:
         _KEY_VERSION,
         digest,
         json.dumps(spec.rule.to_json(), sort_keys=True, separators=(",", ":")),
-        "low" if spec.detail == "low" else "high",
+        "high" if spec.rule.cuts_finely(spec.detail) else "low",
         spec.variant,
         ",".join(map(str, spec.background)),
         str(spec.resample),

@@ -43,6 +43,9 @@ class Idefics3Tiling:
         grid = TileGrid(rows, cols, True, tile, tile) if rows > 1 or cols > 1 else _one_tile(tile)
         return ResizePlan(grid, (scaled, (canvas_width, canvas_height)), thumbnail_of_canvas=True)
 
+    def cuts_finely(self, detail: Detail) -> bool:
+        return detail != "low"
+
     def to_json(self) -> dict[str, object]:
         return {"rule": self.name, **asdict(self)}
 
@@ -108,6 +111,9 @@ class AspectGridTiling:
         grid = TileGrid(rows, cols, self.thumbnail, tile, tile)
         return ResizePlan(grid, ((cols * tile, rows * tile),), thumbnail_of_canvas=False)
 
+    def cuts_finely(self, detail: Detail) -> bool:
+        return detail != "low"
+
     def to_json(self) -> dict[str, object]:
         return {"rule": self.name, **asdict(self)}
 
@@ -128,9 +134,62 @@ class AspectGridTiling:
         return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
+@dataclass(frozen=True, slots=True)
+class SquashTiling:
+    """The whole image squashed to one square; with detail "high", long images also in pieces of their own.
+
+    The pieces lie along the long side ("pan and scan", Gemma 3's technical report, arXiv 2503.19786, 2.1):
+    so many as the ratio of the sides, 2 to `max_crops`, none below `min_ratio` or smaller than `min_crop`.
+    """
+
+    tile_size: int
+    min_crop: int = 256  # pixels
+    max_crops: int = 4
+    min_ratio: float = 1.2
+
+    name: ClassVar[str] = "squash"
+
+    def __post_init__(self) -> None:
+        _check_positive(tile_size=self.tile_size, min_crop=self.min_crop, max_crops=self.max_crops)
+
+    def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid:
+        return self.plan(width, height, detail).grid
+
+    def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan:
+        """width, height: of the upright image, in pixels."""
+        _check_positive(width=width, height=height)
+        tile = self.tile_size
+        boxes = self._boxes(width, height) if self.cuts_finely(detail) else ()
+        if not boxes:
+            return ResizePlan(_one_tile(tile), ((tile, tile),), thumbnail_of_canvas=False)
+        rows, cols = (1, len(boxes)) if width >= height else (len(boxes), 1)
+        return ResizePlan(TileGrid(rows, cols, True, tile, tile), (), thumbnail_of_canvas=False, boxes=boxes)
+
+    def cuts_finely(self, detail: Detail) -> bool:
+        return detail == "high"
+
+    def to_json(self) -> dict[str, object]:
+        return {"rule": self.name, **asdict(self)}
+
+    def _boxes(self, width: int, height: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Roundings as in transformers' Gemma 3 image processor."""
+        long, short = max(width, height), min(width, height)
+        if long / short < self.min_ratio:
+            return ()
+        count = min(math.floor(long / self.min_crop), math.floor(long / short + 0.5))
+        count = min(max(2, count), self.max_crops)
+        size = math.ceil(long / count)
+        if min(size, short) < self.min_crop:
+            return ()
+        starts = [size * index for index in range(count)]
+        if width >= height:
+            return tuple((start, 0, min(start + size, width), height) for start in starts)
+        return tuple((0, start, width, min(start + size, height)) for start in starts)
+
+
 def tiling_from_json(raw: Mapping[str, object]) -> TilingRule:
     """The inverse of a rule's `to_json`. Raises ValueError for unknown rules and keys."""
-    rules = {rule.name: rule for rule in (Idefics3Tiling, AspectGridTiling)}
+    rules = {rule.name: rule for rule in (Idefics3Tiling, AspectGridTiling, SquashTiling)}
     fields = dict(raw)
     name = fields.pop("rule", None)
     if name not in rules:

@@ -57,6 +57,8 @@ class ResizePlan:
     grid: TileGrid
     steps: tuple[tuple[int, int], ...]  # (width, height)
     thumbnail_of_canvas: bool  # the thumbnail shrinks the canvas; otherwise the image itself
+    boxes: tuple[tuple[int, int, int, int], ...] = ()
+    """(left, top, right, bottom) of the image itself, one a cut tile, in place of cells of a canvas."""
 
 
 class TilingRule(Protocol):
@@ -65,6 +67,10 @@ class TilingRule(Protocol):
     def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid: ...
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan: ...
+
+    def cuts_finely(self, detail: Detail) -> bool:
+        """Whether this detail cuts an image as "high" does; otherwise it is one tile, as with "low"."""
+        ...
 
     def to_json(self) -> dict[str, object]:
         """A description from which `tiling_from_json` makes an equal rule; part of the cache key."""

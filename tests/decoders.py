@@ -76,6 +76,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN,
         "max_position_embeddings": 256,
     },
+    "gemma3_two_ropes_four_norms": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 8.0},
+        },
+        "tie_word_embeddings": True,
+    },
     "qwen2_bias_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_sliding_upper_layers": {
         "model_type": "qwen2",

@@ -60,8 +60,14 @@ class FakeBackend:
     """Implements llm.backend.base.Backend over uint64 KV entries."""
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 4, vocab_size: int = VOCAB, max_positions: int = 512
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = VOCAB,
+        max_positions: int = 512,
+        whole_spans: bool = False,
     ) -> None:
+        self.whole_spans = whole_spans
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.vocab_size = vocab_size
@@ -70,7 +76,9 @@ class FakeBackend:
         self.num_tokens = 0
         self.num_swapped_out = self.num_swapped_in = 0
         self.fail_next = False
-        self._kv = np.array([mix(10**9 + i) for i in range(num_blocks * block_size)], dtype=U64)  # garbage
+        # [2, positions], garbage at first: what a position's own input makes, and what all it sees makes
+        garbage = [mix(10**9 + i) for i in range(2 * num_blocks * block_size)]
+        self._kv = np.array(garbage, dtype=U64).reshape(2, -1)
         self._salts = np.array([mix(10**6 + i) for i in range(vocab_size)], dtype=U64)
 
     def execute(self, plan: StepPlan) -> np.ndarray:
@@ -80,9 +88,9 @@ class FakeBackend:
         self.plans.append(plan)
         self.num_tokens += plan.num_tokens
         size = self.block_size
-        sources = [self._kv[source * size : (source + 1) * size].copy() for source, _ in plan.copies]
+        sources = [self._kv[:, source * size : (source + 1) * size].copy() for source, _ in plan.copies]
         for (_, target), content in zip(plan.copies, sources, strict=True):
-            self._kv[target * size : (target + 1) * size] = content
+            self._kv[:, target * size : (target + 1) * size] = content
         rows = [row for item in plan.items for row in self._run(item)]
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.vocab_size)
 
@@ -90,12 +98,12 @@ class FakeBackend:
 
     def swap_out(self, blocks: tuple[int, ...]) -> Any:
         self.num_swapped_out += len(blocks)
-        return [self._kv[b * self.block_size : (b + 1) * self.block_size].copy() for b in blocks]
+        return [self._kv[:, b * self.block_size : (b + 1) * self.block_size].copy() for b in blocks]
 
     def swap_in(self, handle: Any, blocks: tuple[int, ...]) -> None:
         self.num_swapped_in += len(blocks)
         for content, block in zip(handle, blocks, strict=True):
-            self._kv[block * self.block_size : (block + 1) * self.block_size] = content
+            self._kv[:, block * self.block_size : (block + 1) * self.block_size] = content
 
     def _run(self, item: StepItem) -> list[np.ndarray]:
         end = item.start + len(item.token_ids)
@@ -108,13 +116,22 @@ class FakeBackend:
         slots = np.array(
             [block * self.block_size + i for block in item.block_table for i in range(self.block_size)]
         )[:end]
-        entries = self._kv[slots] * _WEIGHTS[:end]
+        own = [mix(value + 31 * (item.start + index)) for index, value in enumerate(inputs)]
+        self._kv[0, slots[item.start :]] = own
+        entries = self._kv[1, slots] * _WEIGHTS[:end]
         digest = int(entries[: item.start].sum(dtype=U64))
+        together = {p: span for span in item.whole for p in range(*span)}
         rows = []
-        for index, value in enumerate(inputs):
+        for index, mine in enumerate(own):
             position = item.start + index
-            entry = mix(digest ^ mix(value + 31 * position))
-            self._kv[slots[position]] = entry
+            seen = digest
+            if position in together:
+                first, last = together[position]
+                assert last <= end, "half a span"
+                before = (self._kv[1, slots[:first]] * _WEIGHTS[:first]).sum(dtype=U64)
+                seen = int(before) ^ mix(int(self._kv[0, slots[first:last]].sum(dtype=U64)))
+            entry = mix(seen ^ mine)
+            self._kv[1, slots[position]] = entry
             digest = (digest + entry * int(_WEIGHTS[position])) & MASK
             if len(inputs) - index <= item.num_logits:
                 rows.append(self._logits(digest))
@@ -125,11 +142,12 @@ class FakeBackend:
         return ((mixed >> U64(40)).astype(np.float64) / 2.0**24 * 8.0 - 4.0).astype(np.float32)
 
 
-def reference_logits(prompt: Prompt, token_ids: list[int]) -> np.ndarray:
+def reference_logits(prompt: Prompt, token_ids: list[int], whole_spans: bool = False) -> np.ndarray:
     """float32 [len(token_ids), vocab]: logits after each position, in one pass without engine or sharing.
     `token_ids` starts with the prompt."""
     backend = FakeBackend(num_blocks=1, block_size=len(token_ids), max_positions=4096)
-    item = StepItem(tuple(token_ids), 0, (0,), len(token_ids), _all_visuals(prompt))
+    whole = tuple((s.start, s.start + s.length) for s in prompt.spans) if whole_spans else ()
+    item = StepItem(tuple(token_ids), 0, (0,), len(token_ids), _all_visuals(prompt), whole)
     return backend.execute(StepPlan((item,)))
 
 
@@ -250,11 +268,12 @@ class Harness:
         vocab_size: int = VOCAB,
         grammars: Grammars | None = None,
         checks: bool = True,
+        whole_spans: bool = False,
         **settings: Any,
     ) -> None:
         settings.setdefault("step_stretch", None)
         settings.setdefault("min_chunk_tokens", 1)
-        self.backend = FakeBackend(num_blocks, block_size, vocab_size, max_positions)
+        self.backend = FakeBackend(num_blocks, block_size, vocab_size, max_positions, whole_spans)
         self.visuals = FakeVisuals()
         self.tokens = tokens or ByteTokens()
         self.encodes = encodes
@@ -359,11 +378,11 @@ def renamed(request: Request, request_id: str) -> Request:
     return replace(request, id=request_id)
 
 
-def greedy(prompt: Prompt, max_tokens: int, eos: int | None = None) -> list[int]:
+def greedy(prompt: Prompt, max_tokens: int, eos: int | None = None, whole_spans: bool = False) -> list[int]:
     """The plain reference: recompute everything for every token."""
     ids = list(prompt.token_ids)
     for _ in range(max_tokens):
-        ids.append(int(reference_logits(prompt, ids)[-1].argmax()))
+        ids.append(int(reference_logits(prompt, ids, whole_spans)[-1].argmax()))
         if ids[-1] == eos:
             break
     return ids[prompt.num_tokens :]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from fidelity import DEFAULT_MODEL, TARGET_GAP
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging
@@ -51,6 +51,8 @@ class FamilyCase:
     template: str
     draw: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None] = lambda name, weight, noise: None
     old_names: Mapping[str, str] = field(default_factory=dict)  # prefix of the newest form: of an older one
+    tokenizer: Callable[[tuple[str, ...]], str] = lambda specials: byte_level(specials)
+    norm_offset: float = 0.0  # added to the last norm's weight by the model itself
 
 
 @cache
@@ -67,12 +69,35 @@ def byte_level(specials: tuple[str, ...]) -> str:
     return tokenizer.to_str()
 
 
+@cache
+def sentencepiece_like(specials: tuple[str, ...]) -> str:
+    """As Gemma's: spaces seen, bytes to fall back on, runs of line feeds merged into tokens of their own."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\n▁abcdefghilmnoprstuvwy.?!"]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n\n", "\n"), ("▁", "t"), ("▁t", "h"), ("i", "s"), ("o", "r")]
+    pieces += dict.fromkeys("".join(pair) for pair in merges)
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer.to_str()
+
+
 def make_checkpoint(case: FamilyCase, directory: Path, seed: int, *, original_format: bool = True) -> Path:
     """Writes a whole checkpoint and returns its folder. original_format: names as hubs keep them."""
     logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *case.specials)
-    text = byte_level(specials)
+    text = case.tokenizer(specials)
     tokenizer = Tokenizer.from_str(text)
     ids = {name: tokenizer.token_to_id(name) for name in specials}
     values = case.config(ids, tokenizer.get_vocab_size())
@@ -102,7 +127,7 @@ def draw_weights(model: nn.Module, case: FamilyCase, generator: torch.Generator)
         if drawn is None:
             drawn = default_draw(name, weight.data, noise)
         weight.data.copy_(drawn)
-    scale_to_gap(model, generator)
+    scale_to_gap(model, case.norm_offset, generator)
 
 
 def default_draw(name: str, weight: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -117,12 +142,14 @@ def default_draw(name: str, weight: torch.Tensor, noise: torch.Tensor) -> torch.
 
 
 @torch.no_grad()
-def scale_to_gap(model: Any, generator: torch.Generator) -> None:
+def scale_to_gap(model: Any, offset: float, generator: torch.Generator) -> None:
     """Scales the last norm so that the median gap of the top two logits is TARGET_GAP."""
-    ids = torch.randint(0, 380, (1, 64), generator=generator)
-    top = model(input_ids=ids).logits[0].topk(2).values
+    ids = torch.randint(0, 250, (1, 64), generator=generator)
+    types = {"token_type_ids": torch.zeros_like(ids)} if model.config.model_type == "gemma3" else {}
+    top = model(input_ids=ids, **types).logits[0].topk(2).values
     norm = model.get_decoder().norm if hasattr(model, "get_decoder") else model.language_model.norm
-    norm.weight.data.mul_(TARGET_GAP / float((top[:, 0] - top[:, 1]).median()))
+    scale = TARGET_GAP / float((top[:, 0] - top[:, 1]).median())
+    norm.weight.data.add_(offset).mul_(scale).sub_(offset)
 
 
 def reference(directory: Path) -> Any:
@@ -188,7 +215,105 @@ def internvl_case(name: str, text: Mapping[str, Any], **vision: Any) -> FamilyCa
     )
 
 
+# Gemma 3
+
+GEMMA = (
+    "<bos>{% if messages[0].role == 'system' %}{% set ms = messages[1:] %}"
+    "{% set c = messages[0].content %}{% set first = (c if c is string else c[0].text) + '\n\n' %}"
+    "{% else %}{% set ms = messages %}{% set first = '' %}{% endif %}"
+    "{% for m in ms %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ first if loop.first else '' }}"
+    "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<start_of_image>{% else %}{{ p.text | trim }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def gemma3_case(name: str, **text: Any) -> FamilyCase:
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": "gemma3",
+            "text_config": {
+                **TEXT,
+                "vocab_size": vocab_size,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "query_pre_attn_scalar": 24,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 40,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 8.0},
+                },
+                **text,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "intermediate_size": 80,
+                "image_size": 56,
+                "patch_size": 7,
+                "vision_use_head": False,
+            },
+            "mm_tokens_per_image": 16,
+            "boi_token_index": ids["<start_of_image>"],
+            "eoi_token_index": ids["<end_of_image>"],
+            "image_token_index": ids["<image_soft_token>"],
+        }
+
+    def draw(name: str, weight: torch.Tensor, noise: torch.Tensor) -> torch.Tensor | None:
+        if name.endswith("mm_input_projection_weight"):
+            return noise * weight.shape[0] ** -0.5
+        if weight.dim() == 1 and ("language_model" in name or "mm_soft_emb_norm" in name):
+            return noise * 0.2  # of 1 + w
+        return None
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=(
+            *("<bos>", "<start_of_turn>", "<end_of_turn>"),
+            *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        ),
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        processor={
+            "processor_class": "Gemma3Processor",
+            "image_seq_length": 16,
+            "image_processor": {
+                "image_processor_type": "Gemma3ImageProcessor",
+                "size": {"height": 56, "width": 56},
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 2,
+                "pan_and_scan_min_crop_size": 20,
+                "pan_and_scan_max_num_crops": 4,
+                "pan_and_scan_min_ratio_to_activate": 1.2,
+            },
+        },
+        template=GEMMA,
+        draw=draw,
+        old_names={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+        tokenizer=sentencepiece_like,
+        norm_offset=1.0,
+    )
+
+
 CASES: tuple[FamilyCase, ...] = (
+    gemma3_case("gemma3_wide_window"),
+    gemma3_case("gemma3_window_cuts_the_span", sliding_window=12, num_key_value_heads=4),
     internvl_case("internvl_300m_qwen2", QWEN2 | {"tie_word_embeddings": True}),
     internvl_case("internvl_300m_qwen3_untied", QWEN3),
     internvl_case(

@@ -124,8 +124,7 @@ def test_pixels_and_visual_tokens_equal_transformers(loaded: Loaded, size: tuple
     pixels, rows = visual_rows(loaded, image)
     theirs = inputs["pixel_values"]
     assert np.abs(pixels - theirs.numpy().reshape(pixels.shape)).max() < 2e-6
-    given = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    features = reference(loaded.directory).model.get_image_features(**given).pooler_output
+    features = reference(loaded.directory).model.get_image_features(pixel_values=theirs).pooler_output
     want = torch.cat(list(features)).reshape(-1, rows.shape[1])
     assert rows.shape == want.shape
     assert float((rows - want).abs().max() / want.std()) <= 1e-4
@@ -134,7 +133,11 @@ def test_pixels_and_visual_tokens_equal_transformers(loaded: Loaded, size: tuple
 def run(
     backend: Backend, prompt: Prompt, rows: dict[VisualKey, torch.Tensor], ends: list[int], start: int = 0
 ) -> np.ndarray:
-    """Logits at every position from `start` on, in chunks that end at `ends`."""
+    """Logits at every position from `start` on, in chunks that end at `ends` or behind a whole span."""
+    spans = [(span.start, span.start + span.length) for span in prompt.spans]
+    if backend.whole_spans:
+        behind = {position: last for first, last in spans for position in range(first + 1, last)}
+        ends = list(dict.fromkeys(behind.get(end, end) for end in ends))
     table = tuple(range(-(-len(prompt.token_ids) // 16)))
     out = []
     for end in ends:
@@ -144,7 +147,8 @@ def run(
             if first < last:
                 offset = span.offset + first - span.start
                 visuals.append(VisualSlice(first - start, rows[span.key][offset : offset + last - first]))
-        item = StepItem(prompt.token_ids[start:end], start, table, end - start, tuple(visuals))
+        whole = tuple(s for s in spans if start < s[1] <= end) if backend.whole_spans else ()
+        item = StepItem(prompt.token_ids[start:end], start, table, end - start, tuple(visuals), whole)
         out.append(backend.execute(StepPlan((item,))))
         start = end
     return np.concatenate(out)
@@ -166,10 +170,16 @@ def test_logits_equal_transformers_whole_and_in_any_chunks(loaded: Loaded, kind:
         "in the span": [span.start + 1, span.start + span.length - 1, span.start + span.length, count],
         "sixteens": [*range(16, count, 16), count],
     }
+    first: np.ndarray = np.empty(0)
     for name, ends in cuts.items():
         backend = load_backend(loaded.directory, num_blocks=-(-count // 16), backend=kind)
         got = run(backend, prompt, rows, ends)
         assert relative_error(got, want) <= BOUND[kind], name
+        if kind == "native":
+            first = got if name == "whole" else first
+            assert np.array_equal(got, first), name
+    for start in range(span.start - 1, span.start + span.length + 1):  # a prefix hit that ends here
+        assert relative_error(run(backend, prompt, rows, [count], start), want[start:]) <= BOUND[kind], start
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def test_a_vlm_config_is_read_from_its_text_config_and_tied_by_the_outer_flag() 
     assert idefics3.decoder(outer).num_kv_heads == 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
 def test_left_out_keys_take_transformers_defaults(architecture: str) -> None:
     ours = DecoderConfig.from_hf({"model_type": architecture})
     theirs = AutoConfig.for_model(architecture)
@@ -42,9 +42,14 @@ def test_left_out_keys_take_transformers_defaults(architecture: str) -> None:
     )
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes["sliding_attention"]]
+    assert [rope.theta for rope in ours.ropes] == [kind["rope_theta"] for kind in kinds]
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert set(ours.windows) == {theirs.sliding_window or 0 if architecture == "mistral" else 0}
+    slides = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]
+    if architecture == "mistral":
+        slides = [True] * theirs.num_hidden_layers
+    assert set(ours.windows) == {theirs.sliding_window if slide else 0 for slide in slides or [False]}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_inverse_frequencies_equal_transformers(
     if rope["rope_type"] == "yarn" and beta_fast:
         rope["beta_fast"] = beta_fast
     values = LLAMA | {"head_dim": head_dim, "rope_parameters": rope}
-    ours = DecoderConfig.from_hf(values).rope
+    ours = DecoderConfig.from_hf(values).ropes[0]
     theirs, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](AutoConfig.for_model(**values), None)
     np.testing.assert_allclose(ours.inv_freq(), theirs.numpy(), rtol=1e-5)
     assert ours.scaling == pytest.approx(scaling)

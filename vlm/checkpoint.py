@@ -65,7 +65,9 @@ class Checkpoint:
     def shape(self) -> DecoderShape:
         """What the decoder's bytes and FLOPs follow from; of any config, known or not. Raises CostError."""
         family = find_family(self.config)
-        return DecoderShape.from_config(self.config, None if family is None else family.tied_default)
+        if family is None:
+            return DecoderShape.from_config(self.config)
+        return DecoderShape.from_config(self.config, family.tied_default, family.text_type)
 
     @property
     def text_names(self) -> TextNames:

@@ -25,6 +25,8 @@ class StepItem:
     block_table: tuple[int, ...]  # covers start + len(token_ids) positions
     num_logits: int  # logits are wanted for the chunk's last num_logits positions; 0: none
     visuals: tuple[VisualSlice, ...] = ()
+    whole: tuple[tuple[int, int], ...] = ()
+    """Intervals of positions that see each other, later ones too; each ends inside the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class Backend(Protocol):
     num_blocks: int
     vocab_size: int
     max_positions: int
+    whole_spans: bool  # positions of one image span see each other: a chunk must not end inside one
+
+    def count_progress(self, ticks: np.ndarray) -> None:
+        """From now on `execute` adds to `ticks` (int64 [1]) from inside, at least once a layer."""
+        ...
 
     def count_progress(self, ticks: np.ndarray) -> None:
         """From now on `execute` adds to `ticks` (int64 [1]) from inside, at least once a layer."""

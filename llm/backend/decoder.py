@@ -1,8 +1,8 @@
 """The decoder, in reading order: weights, rope, attention, layer, forward. Its KV pool: llm.backend.kv_pool.
 
 One ragged batch of tokens [T, d_model] runs through every linear, whatever sequences they belong to;
-only attention looks at sequences. Reference: transformers' modeling_llama, modeling_qwen2, modeling_qwen3
-and modeling_mistral, whose logits it reproduces.
+only attention looks at sequences. Reference: transformers' modeling_llama, modeling_qwen2, modeling_qwen3,
+modeling_mistral and modeling_gemma3, whose logits it reproduces.
 
 Letters in shapes: T tokens, H query heads, K KV heads, G = H / K, D head_dim, L context length.
 """
@@ -40,6 +40,8 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor  # [d_model, d_ff]
     down_bias: Tensor | None
+    post_attention_norm: Tensor | None = None  # [d_model], on what attention adds
+    post_mlp_norm: Tensor | None = None  # [d_model], on what the MLP adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class SequenceSpan:
     length: int
     blocks: Tensor  # int64 [ceil(length / block_size)]
     first_block: int | None  # the first block when all are consecutive: its KV is a slice, not a gather
+    visible: Tensor | None = (
+        None  # int64 [end - begin]: keys that each row sees, where they are more than causal
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,11 @@ def rope_table(
     return table[0][:, None].to(device, dtype), table[1][:, None].to(device, dtype)
 
 
-def attend_span(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """One sequence: q [n, H, D] at the last n of L positions, k and v [K, L, D]. Returns [n, H D]."""
+def attend_span(q: Tensor, k: Tensor, v: Tensor, window: int, visible: Tensor | None = None) -> Tensor:
+    """One sequence: q [n, H, D] at the last n of L positions, k and v [K, L, D]. Returns [n, H D].
+
+    visible: int64 [n], the keys [0, visible) that each query sees; None: causal.
+    """
     n, num_heads, dim = q.shape
     num_kv_heads, length, _ = k.shape
     if n == 1:
@@ -93,23 +101,23 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         folded = q.view(num_kv_heads, num_heads // num_kv_heads, dim)
         out = F.scaled_dot_product_attention(folded[None], k[None, :, first:], v[None, :, first:])
         return out.reshape(1, num_heads * dim)
-    causal = n == length and not window
+    causal = n == length and not window and visible is None
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k[None],
         v[None],
-        attn_mask=None if causal else _causal_mask(n, length, window, q.device),
+        attn_mask=None if causal else _mask(n, length, window, visible, q.device),
         is_causal=causal,
         enable_gqa=num_heads != num_kv_heads,
     )
     return out[0].transpose(0, 1).reshape(n, num_heads * dim)
 
 
-def _causal_mask(n: int, length: int, window: int, device: torch.device) -> Tensor:
+def _mask(n: int, length: int, window: int, visible: Tensor | None, device: torch.device) -> Tensor:
     """bool [n, L], True where the query at position length - n + i sees key j."""
     query = torch.arange(length - n, length, device=device)[:, None]
     key = torch.arange(length, device=device)
-    mask = key <= query
+    mask = key <= query if visible is None else key < visible[:, None]
     return mask & (key > query - window) if window else mask
 
 
@@ -146,27 +154,29 @@ class Decoder:
         self.config = config
         self.weights = weights
         device, dtype = weights.embedding.device, weights.embedding.dtype
-        self.cos, self.sin = rope_table(config.rope, num_positions, device, dtype)
+        self.rotations = tuple(rope_table(rope, num_positions, device, dtype) for rope in config.ropes)
         self.ticks = np.zeros(1, np.int64)  # layers done
 
     def forward(self, batch: Batch, pool: KvPool) -> Tensor:
         """Writes the batch's KV into `pool` and returns logits [R, vocab_size] of the wanted rows."""
         x = F.embedding(batch.token_ids, self.weights.embedding)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         for first, rows in batch.visuals:
             x[first : first + rows.shape[0]] = rows.to(x.device, x.dtype)
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        rotations = [(cos[batch.positions], sin[batch.positions]) for cos, sin in self.rotations]
         padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
         for i, layer in enumerate(self.weights.layers):
             self.ticks[0] += 1
             kv = pool.layer(i)
-            q = self._project(layer, x, cos, sin, batch.slots, kv)
+            q = self._project(layer, x, *rotations[self.config.layer_ropes[i]], batch.slots, kv)
             if i == last and not batch.logit_rows.numel():
                 break
             attended = self._attend(q, kv, padded, spans, self.config.windows[i])
             if i == last:  # beyond its KV, the last layer matters to the wanted rows only
                 x, attended = x[batch.logit_rows], attended[batch.logit_rows]
-            x = self._residual(attended, layer.out, layer.out_bias, x)
+            x = self._residual(attended, layer.out, layer.out_bias, layer.post_attention_norm, x)
             x = self._mlp(layer, x)
         if not batch.logit_rows.numel():
             return x.new_empty((0, self.config.vocab_size))
@@ -201,7 +211,7 @@ class Decoder:
         """q [T, H, D] over one layer's kv; returns [T, H D]."""
         if not padded and len(spans) == 1:
             k, v = _keys_values(kv, spans[0])
-            return attend_span(q, k, v, window)
+            return attend_span(q, k, v, window, spans[0].visible)
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         if padded:
             k, v = kv.gather(padded.blocks)
@@ -215,7 +225,7 @@ class Decoder:
             )
         for span in spans:
             k, v = _keys_values(kv, span)
-            out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window)
+            out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window, span.visible)
         return out
 
     def _split(self, batch: Batch, block_size: int) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
@@ -238,10 +248,18 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return self._residual(F.silu(gate) * up, layer.down, layer.down_bias, x)
+        if self.config.activation == "silu":
+            hidden = F.silu(gate) * up
+        else:
+            hidden = F.gelu(gate, approximate="tanh") * up
+        return self._residual(hidden, layer.down, layer.down_bias, layer.post_mlp_norm, x)
 
-    def _residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """residual + linear(x), in one call."""
+    def _residual(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """residual + linear(x), in one call where no norm comes between."""
+        if norm is not None:
+            return residual + self._norm(F.linear(x, weight, bias), norm)
         return torch.addmm(residual if bias is None else residual + bias, x, weight.t())
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

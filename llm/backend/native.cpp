@@ -18,23 +18,28 @@ extern "C" {
 
 struct Layer {
     const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm and k_norm may be null
+    const float *post_attention_norm, *post_mlp_norm;          // null where nothing comes before the residual sum
     Linear qkv, out, gate_up, down;  // gate and up are each padded to 16 columns
     int64_t window;                  // 0: none
+    int64_t rope;                    // which table of Step's cos and sin
 };
 
 struct Model {
     const Layer* layers;
-    const float *norm, *cos, *sin;  // cos, sin: [positions][D / 2]
+    const float* norm;
     Linear head;
     void* pool;
     int64_t num_pages;
     int32_t num_layers, d_model, d_ff, heads, kv_heads, head_dim, kv_kind;  // kv_kind: 0 to 3 as in Linear
+    int32_t activation;  // 0: SiLU, 1: GELU in its tanh form
     float eps;
 };
 
 struct Step {
     float* x;                  // [T][d_model], embeddings in
     const int32_t* positions;  // [T]
+    const int32_t* visible;    // [T]: keys that a row sees, not fewer than causal; null: causal
+    const float *cos, *sin;    // [ropes][T][D / 2]
     const int64_t* slots;      // [T]: page * 16 + position inside the page
     const int32_t* offsets;    // [n + 1]
     const int32_t* wanted;     // [n]: logits of an item's last rows
@@ -78,16 +83,24 @@ void add_norm(float* x, const float* delta, long ldd, int M, int d, const float*
     }
 }
 
-// gate and up [M][2][Dp] -> silu(gate) * up, over gate
-void gated_silu(float* x, long width, int M) {
-    const V8 one = all8(1), zero = all8(0);
+// gate and up [M][2][Dp] -> activation(gate) * up, over gate. GELU's tanh form 0.5 g (1 + tanh(u)) is g sigmoid(2 u).
+void gated(float* x, long width, int M, int activation) {
+    const V8 one = all8(1), zero = all8(0), slope = all8(-1.5957691216f), cubic = all8(0.044715f);
     for (int t = 0; t < M; t++) {
         float *gate = x + t * 2 * width, *up = gate + width;
         for (long i = 0; i < width; i += 8) {
-            const V8 g = load8(gate + i), sigmoid = div8(one, add8(one, exp8(sub8(zero, g))));
+            const V8 g = load8(gate + i);
+            const V8 minus = activation == 0 ? sub8(zero, g) : mul8(slope, fma8(mul8(mul8(g, g), g), cubic, g));
+            const V8 sigmoid = div8(one, add8(one, exp8(minus)));
             store8(gate + i, mul8(mul8(g, sigmoid), load8(up + i)));
         }
     }
+}
+
+// Every row of x [M][ld] normalised in place.
+void norm_rows(float* x, long ld, int M, int d, const float* weight, float eps) {
+    if (weight)
+        for (int t = 0; t < M; t++) rms_norm(x + t * ld, weight, x + t * ld, d, eps);
 }
 
 void rotate(float* head, const float* cos, const float* sin, int half) {
@@ -159,7 +172,8 @@ void write_kv(const Model& m, const Layer& layer, const Pages<T>& pages, const S
     const int D = m.head_dim, half = D / 2;
     for (int t = 0; t < s.num_tokens; t++) {
         float* row = qkv + t * ld;
-        const float *cos = m.cos + long(s.positions[t]) * half, *sin = m.sin + long(s.positions[t]) * half;
+        const long at = (layer.rope * s.num_tokens + t) * half;
+        const float *cos = s.cos + at, *sin = s.sin + at;
         for (int h = 0; h < m.heads + m.kv_heads; h++) {
             const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm(row + h * D, norm, row + h * D, D, m.eps);
@@ -206,9 +220,10 @@ inline void soften(float* scores, int lo, int hi, float& maximum, float& total, 
 inline long attention_floats(const Model& m) { return QUERY_ROWS * (m.head_dim + pad16(m.head_dim)); }
 
 // Queries [count] of one sequence from position `first`, for KV head h: q [count][ldq] -> out [count][ldo].
+// visible: [count], the keys [0, visible) of each, growing with the position; null: causal.
 template <class T>
 void attend(const Model& m, const Pages<T>& pages, const int32_t* table, int h, int window, const float* q, long ldq,
-            int count, int first, float* out, long ldo, float* work) {
+            int count, int first, const int32_t* visible_to, float* out, long ldo, float* work) {
     const int D = m.head_dim, G = m.heads / m.kv_heads;
     const long Dp = pad16(D);
     const float scale = 1.0f / std::sqrt(float(D));
@@ -225,13 +240,14 @@ void attend(const Model& m, const Pages<T>& pages, const int32_t* table, int h, 
         }
         std::memset(outputs, 0, sizeof(float) * rows * Dp);
         const auto position = [&](int r) { return first + (row0 + r) / G; };
+        const auto bound = [&](int r) { return visible_to ? visible_to[(row0 + r) / G] : position(r) + 1; };
         const auto oldest = [&](int r) { return window && position(r) >= window ? position(r) - window + 1 : 0; };
-        const int end = position(rows - 1) + 1;
+        const int end = bound(rows - 1);
         for (int key0 = oldest(0) / KEYS * KEYS; key0 < end; key0 += KEYS) {
             const Tiles tiles(rows);
             for (int t = 0; t < tiles.count; t++) {
                 const int r0 = tiles.begin(t), R = tiles.begin(t + 1) - r0;
-                int visible = position(r0 + R - 1) + 1 - key0;  // keys of this block that some row sees
+                int visible = bound(r0 + R - 1) - key0;  // keys of this block that some row sees
                 if (visible <= 0 || oldest(r0) >= key0 + KEYS) continue;
                 if (visible > KEYS) visible = KEYS;
                 const int used = (visible + 15) / 16;
@@ -245,7 +261,7 @@ void attend(const Model& m, const Pages<T>& pages, const int32_t* table, int h, 
                     for (int p = 0; p < used; p++)
                         scale_columns(scores, R, p * 16, pages.key_scales(table[key0 / 16 + p], h));
                 for (int r = 0; r < R; r++) {
-                    const int hi = position(r0 + r) + 1 - key0;
+                    const int hi = bound(r0 + r) - key0;
                     soften(scores + r * KEYS, oldest(r0 + r) - key0, hi < visible ? hi : visible, maximum[r0 + r],
                            total[r0 + r], outputs + (r0 + r) * Dp, Dp);
                 }
@@ -283,7 +299,7 @@ int attend_all(const Model& m, const Pages<T>& pages, const Step& s, int window,
         if (begin == end) continue;
         for (int h = 0; h < m.kv_heads; h++) {
             attend(m, pages, s.pages + s.page_start[i], h, window, qkv + begin * ldq, ldq, end - begin,
-                   s.positions[begin], out + done * ldo, ldo, work);
+                   s.positions[begin], s.visible ? s.visible + begin : nullptr, out + done * ldo, ldo, work);
             tick(s);
         }
         done += end - begin;
@@ -329,12 +345,14 @@ void run(const Model& m, const Step& s) {
             if (rows == 0) return;
         }
         linear(attended, n.attended, rows, layer.out, delta, n.delta);
+        norm_rows(delta, n.delta, rows, m.d_model, layer.post_attention_norm, m.eps);
         tick(s);
         add_norm(s.x, delta, n.delta, rows, m.d_model, layer.mlp_norm, m.eps, normed);
         linear(normed, m.d_model, rows, layer.gate_up, hidden, n.hidden);
         tick(s);
-        gated_silu(hidden, n.hidden / 2, rows);
+        gated(hidden, n.hidden / 2, rows, m.activation);
         linear(hidden, n.hidden, rows, layer.down, delta, n.delta);
+        norm_rows(delta, n.delta, rows, m.d_model, layer.post_mlp_norm, m.eps);
         tick(s);
         pending = delta;
     }

@@ -72,6 +72,7 @@ class NativeBackend:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.vocab_size = config.vocab_size
+        self.whole_spans = config.whole_spans
         self.max_positions = min(config.max_positions, num_blocks * block_size)
         self._limits = Limits(block_size, num_blocks, self.vocab_size, self.max_positions, config.d_model)
         self._library = load_library()
@@ -98,7 +99,7 @@ class NativeBackend:
     def held_bytes(self) -> int:
         """Bytes of everything but the KV: what a step reads, token embeddings, norms, biases, rope tables."""
         packer = self._packer
-        return packer.linear_bytes + packer.vector_bytes + packer.table_bytes + self._embedding.nbytes
+        return packer.linear_bytes + packer.vector_bytes + self._rotations.nbytes + self._embedding.nbytes
 
     @property
     def kv_bytes(self) -> int:
@@ -106,16 +107,16 @@ class NativeBackend:
 
     def _describe(self, weights: DecoderWeights, kv_storage: KvStorage) -> ModelStruct:
         c = self.config
-        cos, sin = rope_table(c.rope, self.max_positions, torch.device("cpu"), torch.float32)
-        half = c.head_dim // 2
+        self._rotations = _rotations(c, self.max_positions)
         self._layers = (LayerStruct * c.num_layers)(
-            *(self._packer.layer(w, window) for w, window in zip(weights.layers, c.windows, strict=True))
+            *(
+                self._packer.layer(w, window, rope)
+                for w, window, rope in zip(weights.layers, c.windows, c.layer_ropes, strict=True)
+            )
         )
         return ModelStruct(
             layers=self._layers,
             norm=self._packer.vector(weights.norm),
-            cos=self._packer.table(cos[:, 0, half:]),
-            sin=self._packer.table(sin[:, 0, half:]),
             head=self._packer.head(weights.lm_head),
             num_pages=self.num_blocks * self.block_size // PAGE,
             num_layers=c.num_layers,
@@ -125,6 +126,7 @@ class NativeBackend:
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             kv_kind=KINDS[kv_storage],
+            activation=int(c.activation == "gelu_tanh"),
             eps=c.norm_eps,
         )
 
@@ -149,6 +151,7 @@ class NativeBackend:
 
     def _run(self, plan: StepPlan, ragged: Ragged, logits: np.ndarray) -> None:
         x = self._embed(plan, ragged)
+        cos, sin = np.ascontiguousarray(self._rotations[:, :, ragged.positions])
         pages, page_start = self._pages(ragged)
         needed = self._library.work_floats(ctypes.byref(self._model), len(x))
         if self._work.size < needed:
@@ -156,6 +159,9 @@ class NativeBackend:
         step = StepStruct(
             x=address(x),
             positions=address(ragged.positions),
+            visible=None if ragged.visible is None else address(ragged.visible),
+            cos=address(cos),
+            sin=address(sin),
             slots=address(ragged.slots),
             offsets=address(ragged.offsets),
             wanted=address(ragged.num_logits),
@@ -172,6 +178,8 @@ class NativeBackend:
     def _embed(self, plan: StepPlan, ragged: Ragged) -> np.ndarray:
         """float32 [T, d_model]."""
         x = _widened(self._embedding[ragged.token_ids])
+        if self.config.embedding_scale != 1.0:
+            x = x * np.float32(self.config.embedding_scale)
         for item, offset in zip(plan.items, ragged.offsets, strict=False):
             for visual in item.visuals:
                 first = int(offset) + visual.start
@@ -198,6 +206,13 @@ class NativeBackend:
         if handle.data.shape[1] != len(blocks):
             raise ValueError("a swapped-out handle goes back into as many blocks as it came from")
         self._pool[:, list(blocks)] = handle.data
+
+
+def _rotations(config: DecoderConfig, num_positions: int) -> np.ndarray:
+    """float32 [2, ropes, positions, D / 2]: cosines and sines."""
+    half = config.head_dim // 2
+    tables = [rope_table(rope, num_positions, torch.device("cpu"), torch.float32) for rope in config.ropes]
+    return torch.stack([torch.stack([pair[i][:, 0, half:] for pair in tables]) for i in range(2)]).numpy()
 
 
 def _embedding_table(embedding: Tensor) -> np.ndarray:

@@ -35,15 +35,17 @@ class LinearStruct(ctypes.Structure):
 class LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("post_attention_norm", "post_mlp_norm")),
         *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
         ("window", ctypes.c_int64),
+        ("rope", ctypes.c_int64),
     ]
 
 
 class ModelStruct(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(LayerStruct)),
-        *((name, ctypes.c_void_p) for name in ("norm", "cos", "sin")),
+        ("norm", ctypes.c_void_p),
         ("head", LinearStruct),
         ("pool", ctypes.c_void_p),
         ("num_pages", ctypes.c_int64),
@@ -51,6 +53,7 @@ class ModelStruct(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("num_layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "kv_kind")
         ),
+        ("activation", ctypes.c_int32),
         ("eps", ctypes.c_float),
     ]
 
@@ -62,6 +65,9 @@ class StepStruct(ctypes.Structure):
             for name in (
                 "x",
                 "positions",
+                "visible",
+                "cos",
+                "sin",
                 "slots",
                 "offsets",
                 "wanted",
@@ -85,9 +91,8 @@ class Packer:
         self._kept: list[np.ndarray] = []
         self.linear_bytes = 0  # weights of linears and head with their scales
         self.vector_bytes = 0  # norms and biases
-        self.table_bytes = 0  # cosines and sines
 
-    def layer(self, w: LayerWeights, window: int) -> LayerStruct:
+    def layer(self, w: LayerWeights, window: int, rope: int) -> LayerStruct:
         return LayerStruct(
             attention_norm=self.vector(w.attention_norm),
             q_norm=self.vector(w.q_norm),
@@ -100,6 +105,9 @@ class Packer:
             ),
             down=self.linear(w.down, w.down_bias),
             window=window,
+            rope=rope,
+            post_attention_norm=self.vector(w.post_attention_norm),
+            post_mlp_norm=self.vector(w.post_mlp_norm),
         )
 
     def vector(self, tensor: Tensor | None) -> int | None:
@@ -107,11 +115,6 @@ class Packer:
         if tensor is None:
             return None
         self.vector_bytes += tensor.numel() * 4
-        return self._keep(tensor.to(torch.float32))
-
-    def table(self, tensor: Tensor) -> int:
-        """Address of a float32 copy."""
-        self.table_bytes += tensor.numel() * 4
         return self._keep(tensor.to(torch.float32))
 
     def head(self, weight: Tensor) -> LinearStruct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -40,6 +41,7 @@ class Ragged:
     block_start: np.ndarray  # int64 [n + 1]
     num_logits: np.ndarray  # int32 [n]
     logit_rows: np.ndarray  # int32 [R]: rows whose logits are wanted, ascending
+    visible: np.ndarray | None = None  # int32 [T]: keys that a row sees; None: causal in every row
 
 
 def flatten(plan: StepPlan, limits: Limits) -> Ragged:
@@ -79,7 +81,19 @@ def flatten(plan: StepPlan, limits: Limits) -> Ragged:
         block_start=block_start,
         num_logits=num_logits,
         logit_rows=rows[wanted],
+        visible=_visible(items, positions, offsets),
     )
+
+
+def _visible(items: Sequence[StepItem], positions: np.ndarray, offsets: np.ndarray) -> np.ndarray | None:
+    if not any(item.whole for item in items):
+        return None
+    visible = positions + np.int32(1)
+    for item, offset in zip(items, offsets.tolist(), strict=False):
+        for start, end in item.whole:
+            rows = slice(offset + max(start - item.start, 0), offset + end - item.start)
+            visible[rows] = end
+    return visible
 
 
 def _starts(counts: np.ndarray, dtype: type[np.signedinteger]) -> np.ndarray:
@@ -98,6 +112,9 @@ def _check_item(item: StepItem, limits: Limits) -> None:
         raise PlanError("a chunk ends beyond the model's positions")
     if len(item.block_table) * limits.block_size < end:
         raise PlanError("a block table does not cover its chunk")
+    for first, last in item.whole:
+        if not (0 <= first < last and item.start < last <= end):
+            raise PlanError("an interval seen as a whole ends outside its chunk")
     for visual in item.visuals:
         if visual.start < 0 or visual.start + len(visual.rows) > count:
             raise PlanError("visual rows lie outside their chunk")

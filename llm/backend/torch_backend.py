@@ -32,6 +32,7 @@ class TorchBackend:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.vocab_size = config.vocab_size
+        self.whole_spans = config.whole_spans
         self.max_positions = min(config.max_positions, num_blocks * block_size)
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
@@ -82,7 +83,16 @@ class TorchBackend:
             length=int(ragged.lengths[i]),
             blocks=torch.from_numpy(blocks).to(self.device, torch.int64),
             first_block=int(blocks[0]) if consecutive else None,
+            visible=self._visible(ragged, i),
         )
+
+    def _visible(self, ragged: Ragged, i: int) -> Tensor | None:
+        if ragged.visible is None:
+            return None
+        rows = slice(int(ragged.offsets[i]), int(ragged.offsets[i + 1]))
+        if (ragged.visible[rows] == ragged.positions[rows] + 1).all():
+            return None
+        return torch.from_numpy(ragged.visible[rows]).to(self.device, torch.int64)
 
     @property
     def kv_bytes(self) -> int:

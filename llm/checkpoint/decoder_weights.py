@@ -96,8 +96,32 @@ def load_weights(
             head = head or names.heads[0]
             shapes[head] = (config.vocab_size, config.d_model)
         _check_names(checkpoint, shapes, names.others)
-        loaded = {name: checkpoint.tensor(name).to(device, dtype) for name in shapes}
+        loaded = {name: _folded(config, name, checkpoint.tensor(name)).to(device, dtype) for name in shapes}
     return _assemble(config, prefix, loaded, None if head is None else loaded.pop(head))
+
+
+def _folded(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+    """What the config says of norms and queries goes into the weights, in float32, before any rounding."""
+    is_norm = name.endswith("norm.weight")
+    if is_norm and config.norm_offset:
+        tensor = tensor.float() + config.norm_offset
+    scaled = ".q_norm." if config.qk_norm else ".q_proj."
+    if config.query_scale != 1.0 and scaled in name:
+        tensor = tensor.float() * config.query_scale
+    return tensor
+
+
+def _norm_names(config: DecoderConfig) -> dict[str, str]:
+    """A layer's norms by their fields of LayerWeights. With four of them, "post_attention" means what it
+    says; with two it names the one before the MLP."""
+    if not config.post_norms:
+        return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        "attention_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    }
 
 
 def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -122,8 +146,7 @@ def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int,
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{layer}{name}.bias"] = (rows,)
-        shapes[f"{layer}input_layernorm.weight"] = (c.d_model,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (c.d_model,)
+        shapes |= {f"{layer}{name}.weight": (c.d_model,) for name in _norm_names(c).values()}
         if c.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = (c.head_dim,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (c.head_dim,)
@@ -150,7 +173,7 @@ def _assemble(
         parts = [loaded.pop(f"{layer}{name}.{kind}", None) for name in names]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
-    layers = []
+    layers, norms = [], _norm_names(config)
     for i in range(config.num_layers):
         layer = f"{prefix}layers.{i}."
         qkv, out = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
@@ -159,18 +182,17 @@ def _assemble(
         assert fused_qkv is not None and fused_gate_up is not None
         layers.append(
             LayerWeights(
-                attention_norm=loaded.pop(f"{layer}input_layernorm.weight"),
                 qkv=fused_qkv,
                 qkv_bias=joined(layer, qkv, "bias"),
                 q_norm=loaded.pop(f"{layer}self_attn.q_norm.weight", None),
                 k_norm=loaded.pop(f"{layer}self_attn.k_norm.weight", None),
                 out=loaded.pop(f"{layer}{out}.weight"),
                 out_bias=loaded.pop(f"{layer}{out}.bias", None),
-                mlp_norm=loaded.pop(f"{layer}post_attention_layernorm.weight"),
                 gate_up=fused_gate_up,
                 gate_up_bias=joined(layer, gate_up, "bias"),
                 down=loaded.pop(f"{layer}{down}.weight"),
                 down_bias=loaded.pop(f"{layer}{down}.bias", None),
+                **{field: loaded.pop(f"{layer}{name}.weight") for field, name in norms.items()},
             )
         )
     embedding = loaded.pop(f"{prefix}embed_tokens.weight")

@@ -91,9 +91,9 @@ def read(config: Config, key: str, default: Any = None) -> Any:
     return default
 
 
-def text_config(config: Config, tied_default: bool | None = None) -> dict[str, Any]:
+def text_config(config: Config, tied_default: bool | None = None, text_type: str = "llama") -> dict[str, Any]:
     """The decoder's part of a config, what it leaves out filled in from its family's class."""
-    text = text_part(config, tied_default)
+    text = text_part(config, tied_default, text_type)
     defaults = class_defaults(str(text["model_type"]))
     aliased = {alias for key in text for names in _names_of(key) for alias in names}
     return {**{key: value for key, value in defaults.items() if key not in aliased}, **text}

@@ -48,13 +48,16 @@ class DecoderShape:
             raise CostError("there are more special layers than layers")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], tied_default: bool | None = None) -> DecoderShape:
+    def from_config(
+        cls, config: Mapping[str, Any], tied_default: bool | None = None, text_type: str = "llama"
+    ) -> DecoderShape:
         """From a Hugging Face `config.json`, of a decoder or of a model that holds one.
 
         tied_default: whether the head is tied where the outer config is silent; None asks the inner one.
+        text_type: the decoder's kind where the config doesn't name it.
         Raises CostError if a size is missing or makes no sense.
         """
-        text = params.text_config(config, tied_default)
+        text = params.text_config(config, tied_default, text_type)
         try:
             return cls._from_text_config(text)
         except CostError:

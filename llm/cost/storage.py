@@ -87,13 +87,13 @@ def native_weight_bytes(
     shapes = ((qkv, c.d_model), (c.d_model, heads), (gate_up, c.d_model), (c.d_model, c.d_ff))
     biases = padded(qkv) * c.qkv_bias + padded(c.d_model) * c.out_bias
     biases += (gate_up + padded(c.d_model)) * c.mlp_bias
-    norms = 2 * c.d_model + 2 * c.head_dim * c.qk_norm
+    norms = (4 if c.post_norms else 2) * c.d_model + 2 * c.head_dim * c.qk_norm
     return WeightBytes(
         linears=c.num_layers * sum(linear_bytes(n, k, storage) for n, k in shapes),
         head=linear_bytes(c.vocab_size, c.d_model, head_storage(storage)),
         embedding=c.vocab_size * c.d_model * ELEMENT_BYTES[embedding],
         vectors=4 * (c.num_layers * (biases + norms) + c.d_model),
-        tables=4 * num_positions * c.head_dim,
+        tables=4 * len(c.ropes) * num_positions * c.head_dim,
     )
 
 

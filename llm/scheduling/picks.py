@@ -21,6 +21,7 @@ class Pick:
     num_tokens: int
     num_logits: int
     visuals: tuple[VisualSlice, ...] = ()
+    whole: tuple[tuple[int, int], ...] = ()  # of the sequence's image spans, those that end in this pick
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ def _item(pick: Pick) -> StepItem:
         token_ids = tuple(seq.tokens[start:end])
         if end > len(seq.tokens):
             token_ids += seq.draft[: end - len(seq.tokens)]
-    return StepItem(token_ids, start, tuple(seq.table), pick.num_logits, pick.visuals)
+    return StepItem(token_ids, start, tuple(seq.table), pick.num_logits, pick.visuals, pick.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,16 @@ class Picker:
     keep their blocks and go on in the next step without such a prompt, at the latest once they have aged
     (`Group.order`). A step of batch work alone takes at most `max_batch_chunk_tokens` of prompts, which
     keeps the step under way short.
+
+    `whole_spans`: positions of an image span see each other, so a chunk never ends inside one. It ends before
+    the span, or takes all that is left of it, beyond the budget where it must.
+    Bound: a step's prompt tokens are at most the larger of its budget and the longest such span.
     """
 
-    def __init__(self, config: EngineConfig, wants: VisualWants, budget: StepBudget) -> None:
+    def __init__(
+        self, config: EngineConfig, wants: VisualWants, budget: StepBudget, whole_spans: bool = False
+    ) -> None:
+        self._whole_spans = whole_spans
         self._config = config
         self._wants = wants
         self._budget = budget
@@ -124,12 +132,33 @@ class Picker:
         if _is_scored(chunk):
             end = min(end, start + rows_left)
         visuals: tuple[VisualSlice, ...] = ()
+        whole: tuple[tuple[int, int], ...] = ()
         if start < group.spans_end:
+            if self._whole_spans:
+                end = _without_half_a_span(group, start, end)
             end, visuals = self._wants.slices(group, start, end, now)
+            if self._whole_spans:
+                whole = _spans_within(group, start, end)
         if end <= start:
             return None
         num_logits = end - start if _is_scored(chunk) else int(end == len(seq.tokens))
-        return Pick(group, seq, end - start, num_logits, visuals)
+        return Pick(group, seq, end - start, num_logits, visuals, whole)
+
+
+def _without_half_a_span(group: Group, start: int, end: int) -> int:
+    """Where a chunk from `start` that may reach `end` ends: before the span that it would cut, or behind it
+    where nothing comes before."""
+    for span in group.spans:
+        if span.start < end < span.start + span.length:
+            return span.start if span.start > start else span.start + span.length
+    return end
+
+
+def _spans_within(group: Group, start: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Image spans, or what is left of them, that [start, end) holds up to their ends."""
+    spans = [(span.start, span.start + span.length) for span in group.spans]
+    assert not any(first < end < last for first, last in spans), "half a span"
+    return tuple((first, last) for first, last in spans if start < last <= end)
 
 
 def _sort(group: Group, decodes: list[Pick], chunks: list[_Chunk]) -> None:

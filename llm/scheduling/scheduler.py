@@ -38,6 +38,7 @@ class Scheduler:
         wants: VisualWants,
         swap_out: Callable[[tuple[int, ...]], Any],
         swap_in: Callable[[Any, tuple[int, ...]], None],
+        whole_spans: bool = False,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -58,7 +59,7 @@ class Scheduler:
         self.preemption = Preemption(
             config, pool, self.prefixes, wants, self.queues, self.counters, swap_out, swap_in
         )
-        self._picker = Picker(config, wants, self.budget)
+        self._picker = Picker(config, wants, self.budget, whole_spans)
         self._admission = Admission(
             config, pool, self.prefixes, wants, self.queues, self.counters, self.preemption
         )

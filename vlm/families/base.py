@@ -37,6 +37,7 @@ class Family:
     model_types: tuple[str, ...]
     processors: tuple[str, ...]  # names of its image processor, without Fast and Pil
     sizes: tuple[Size, ...]
+    text_type: str  # model_type of the decoder's part where the config is silent
     tied_default: bool | None  # the head's tie where the outer config is silent; None: its text part says
     encoder: Callable[[Json, Json], EncoderConfig]
     decoder: Callable[[Json], DecoderConfig]

@@ -136,6 +136,7 @@ FAMILY = Family(
         Size("HuggingFaceM4/Idefics3-8B-Llama3", "8B", "Apache-2.0"),
     ),
     tied_default=False,
+    text_type="llama",
     encoder=encoder,
     decoder=decoder,
     preprocess=preprocess,

@@ -84,7 +84,7 @@ def encoder(config: Json, processor: Json) -> EncoderConfig:
         raise EncoderConfigError(f"projector_hidden_act must be one of {', '.join(ACTIVATIONS)}")
     reduction = round(1 / float(config.get("downsample_ratio", 0.5)))
     connector = ConnectorConfig(
-        "mlp", reduction, width, intermediate=width, norm=True, activation=ACTIVATIONS[activation]
+        "mlp", reduction, width, intermediate=width, norm="layer", activation=ACTIVATIONS[activation]
     )
     mean_std = {"image_mean": _MEAN, "image_std": _STD} | dict(processor)
     return EncoderConfig(tower, connector, normalisation(mean_std))
@@ -227,6 +227,7 @@ FAMILY = Family(
         Size("OpenGVLab/InternVL2_5-1B", "1B", _MIT),
     ),
     tied_default=True,
+    text_type="qwen2",
     encoder=encoder,
     decoder=decoder,
     preprocess=preprocess,
