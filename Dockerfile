@@ -8,7 +8,8 @@ ENV PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 RUN pip install --no-cache-dir "setuptools>=77" wheel \
     && CC="cc -mavx2" pip install --no-cache-dir --no-deps --no-binary pillow-simd pillow-simd==12.1.1.post0
 COPY packaging/ packaging/
-RUN pip install --no-cache-dir --no-deps ./packaging/pillow-shim
+RUN pip install --no-cache-dir --no-deps ./packaging/pillow-shim \
+    && python packaging/pillow_for_tiff.py --no-cache-dir
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY preprocess/ preprocess/
 COPY workers/ workers/

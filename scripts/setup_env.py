@@ -3,7 +3,8 @@
     python3 scripts/setup_env.py .venv
 
 PIL is pillow-simd where it can be built (a compiler and the headers of libjpeg, zlib, libwebp and
-libtiff), else Pillow >= 13 with one notice. VLM_PIL=pillow asks for Pillow.
+libtiff), with a Pillow beside it that reads TIFFs; else Pillow >= 13 with one notice. VLM_PIL=pillow asks for
+Pillow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PILLOW_SIMD = "pillow-simd==12.1.1.post0"
-INPUTS = ("pyproject.toml", "constraints.txt", "packaging/pillow-shim/pyproject.toml", "scripts/setup_env.py")
+TIFF_SCRIPT = "packaging/pillow_for_tiff.py"
+INPUTS = (
+    "pyproject.toml",
+    "constraints.txt",
+    "packaging/pillow-shim/pyproject.toml",
+    TIFF_SCRIPT,
+    "scripts/setup_env.py",
+)
 
 
 def fingerprint() -> str:
@@ -50,6 +58,8 @@ def install_pil(python: Path) -> None:
         env = os.environ | {"CC": os.environ.get("CC", "cc") + avx2_flag()}
         built = pip(python, "--no-deps", "--no-binary", "pillow-simd", PILLOW_SIMD, env=env) == 0
         if built and pip(python, "--no-deps", "./packaging/pillow-shim") == 0:
+            if subprocess.run([str(python), TIFF_SCRIPT], cwd=ROOT).returncode:
+                print("setup: the Pillow that reads TIFFs can't be installed: compressed TIFFs are refused")
             return
         print(
             "setup: pillow-simd can't be built here (it needs a C compiler and the headers of libjpeg, zlib, "

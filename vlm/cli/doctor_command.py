@@ -33,11 +33,15 @@ def imaging() -> dict[str, str]:
     import PIL
     from PIL import features
 
+    from preprocess.formats.libtiff import is_clean, version_in_use
+
     return {
         "library": "pillow-simd" if ".post" in PIL.__version__ else "Pillow",
         "version": PIL.__version__,
         "jpeg": str(features.version("jpg")),
         "turbo": str(features.check_feature("libjpeg_turbo")),
+        "libtiff": version_in_use(),
+        "compressed_tiffs": "read" if is_clean() else "refused",
     }
 
 
@@ -72,6 +76,11 @@ def advice(found: dict[str, Any]) -> list[str]:
     if found["imaging"]["library"] != "pillow-simd":
         lines.append(
             "PIL is Pillow: images resize several times slower than with pillow-simd (make env builds it)"
+        )
+    if found["imaging"]["compressed_tiffs"] == "refused":
+        lines.append(
+            f"libtiff {found['imaging']['libtiff']} shows other images' pixels for damaged files: compressed "
+            "TIFFs are refused (packaging/pillow_for_tiff.py installs one that doesn't)"
         )
     if not found["compiler"]:
         lines.append("no g++: the native decoder backend can't be built, torch takes its place")
