@@ -24,6 +24,8 @@ from preprocess.types import ImageError
 _FIRST_CLEAN = (4, 7, 2)
 _BESIDE = "pillow_for_tiff.PIL"
 
+_OF_FAX_ROWS = (b"Premature EOF", b"%s at line")  # that end early, that are too short or too long
+
 _ON_MESSAGE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)  # who, what, details
 _ON_OPEN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -100,8 +102,8 @@ class _Complaints(threading.local):
     def on_error(self, _who: bytes, _what: bytes, _details: int) -> None:
         self.rows_are_missing = True
 
-    def on_warning(self, who: bytes, what: bytes, _details: int) -> None:
-        if who == b"Fax4Decode" or what.startswith(b"Premature EOF"):
+    def on_warning(self, _who: bytes, what: bytes, _details: int) -> None:
+        if what.startswith(_OF_FAX_ROWS):
             self.rows_are_missing = True
 
 
