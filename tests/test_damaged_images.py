@@ -21,6 +21,7 @@ from tiff_files import LONG, SHORT, gray, strips, tiff_file
 from preprocess.decode import decode
 from preprocess.formats import libtiff
 from preprocess.types import ImageError
+from vlm.cli.doctor_command import advice, installation
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +137,9 @@ def test_compressed_tiffs_are_refused_where_no_libtiff_is_clean(monkeypatch: pyt
     monkeypatch.setattr(libtiff, "_FIRST_CLEAN", (99, 0, 0))
     assert outcome(encode(picture(), "TIFF", compression="tiff_lzw")) == "unsupported_image_format"
     assert len(outcome(encode(picture(), "TIFF"))) == 64
+    found = installation()
+    assert found["imaging"]["compressed_tiffs"] == "refused"
+    assert any("TIFFs are refused" in line for line in advice(found))
 
 
 def test_what_libtiff_says_is_not_written_to_the_servers_log(capfd: pytest.CaptureFixture[str]) -> None:

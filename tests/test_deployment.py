@@ -170,6 +170,14 @@ def test_preprocess_worker_starts_with_the_packages_of_its_image() -> None:
     assert done.returncode == 0 and "--broker" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("target", ["preprocess", "full"])
+def test_pillow_simd_never_comes_without_the_pillow_that_reads_tiffs(target: str) -> None:
+    text = " ".join(rest for word, rest in stages()[target] if word == "RUN")
+    assert "pillow-simd" in text and "packaging/pillow_for_tiff.py" in text
+    assert (ROOT / "packaging/pillow_for_tiff.py").exists()
+    assert "packaging/pillow_for_tiff.py" in (ROOT / "scripts/setup_env.py").read_text()
+
+
 def test_the_preprocess_image_never_installs_torch() -> None:
     text = " ".join(rest for word, rest in stages()["preprocess"] if word == "RUN")
     assert "torch" not in text and "--no-deps" in text

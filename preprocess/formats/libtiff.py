@@ -58,6 +58,11 @@ def load_tiff(image: Any) -> Image.Image:
     return Image.fromarrow(image, image.mode, image.size)
 
 
+def prepare() -> None:
+    """Loads what the first TIFF would load otherwise: before a process limits its memory."""
+    _complaints()
+
+
 def is_clean() -> bool:
     """Whether compressed TIFFs may be decoded."""
     return _version(_module("Image").core) >= _FIRST_CLEAN
@@ -112,12 +117,17 @@ def _complaints() -> _Complaints:
     """Listens to libtiff from now on, which would write to stderr otherwise. Pillow takes away the handler of
     warnings before it opens a file, so that each opening puts it back."""
     complaints = _Complaints()
-    library = ctypes.CDLL(_module("Image").core.__file__)  # symbols of its dependencies are found too
+    try:
+        library = ctypes.CDLL(_module("Image").core.__file__)  # symbols of its dependencies are found too
+        set_on_error, set_on_warning = library.TIFFSetErrorHandler, library.TIFFSetWarningHandler
+        set_on_open = library.TIFFSetTagExtender
+    except (OSError, AttributeError):  # a Pillow without libtiff, or that shows none of it
+        return complaints
     on_error, on_warning = _ON_MESSAGE(complaints.on_error), _ON_MESSAGE(complaints.on_warning)
-    on_open = _ON_OPEN(lambda _: library.TIFFSetWarningHandler(on_warning))
+    on_open = _ON_OPEN(lambda _: set_on_warning(on_warning))
     _KEPT.extend((on_error, on_warning, on_open))
-    library.TIFFSetErrorHandler(on_error)
-    library.TIFFSetTagExtender(on_open)
+    set_on_error(on_error)
+    set_on_open(on_open)
     return complaints
 
 
