@@ -13,7 +13,8 @@ ARG CC=cc
 RUN pip install --no-cache-dir "setuptools>=77" wheel \
     && pip install --no-cache-dir --no-deps --no-binary pillow-simd pillow-simd==12.1.1.post0
 COPY packaging/ packaging/
-RUN pip install --no-cache-dir --no-deps ./packaging/pillow-shim
+RUN pip install --no-cache-dir --no-deps ./packaging/pillow-shim \
+    && python packaging/pillow_for_tiff.py --no-cache-dir
 COPY pyproject.toml constraints.txt ./
 
 FROM build AS preprocess-packages

@@ -5,13 +5,16 @@ Colour profiles are not applied, as the reference processors don't either. Anima
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from PIL import Image
-from PIL.ImageFile import ImageFile
 
 from preprocess.colors import gray16_to_l, lab_to_rgb
+from preprocess.formats.damage import damage_is_refused, invalid_image, quiet_pillow
+from preprocess.formats.libtiff import load_tiff
 from preprocess.limits import ImageLimits
-from preprocess.probe import Header, invalid_image, open_header, quiet_pillow
+from preprocess.probe import Header, open_header
 from preprocess.types import ImageError
 
 WHITE = (255, 255, 255)
@@ -53,35 +56,31 @@ def decode_header(
     """`decode` for a file that is open already; the header can't be used again."""
     image = header.image
     turned = header.orientation >= 5
-    try:
+    with damage_is_refused(), quiet_pillow():
         if header.format == "JPEG" and min_size is not None:
             image.draft(None, min_size[::-1] if turned else min_size)
         full_size = image.size
-        # Pillow would let XMP turn a TIFF whose header says otherwise
-        image.info.pop("xmp", None)
-        with quiet_pillow():
+        if header.format == "TIFF":
+            rgb = _to_rgb(load_tiff(image), header.format, image.tag_v2, background)
+        else:
             image.load()
+            rgb = _to_rgb(image, header.format, {}, background)
         if image.size != full_size:
             raise invalid_image()
-        rgb = _to_rgb(image, header.format, background)
         method = _TRANSPOSE.get(header.orientation)
         return rgb.transpose(method) if method is not None else rgb
-    except (ImageError, MemoryError):
-        raise
-    except Exception:
-        raise invalid_image() from None
 
 
-def _to_rgb(image: ImageFile, name: str, background: tuple[int, int, int]) -> Image.Image:
+def _to_rgb(
+    image: Image.Image, name: str, tags: Mapping[int, object], background: tuple[int, int, int]
+) -> Image.Image:
+    """tags: of a TIFF."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode == "CMYK" and name == "JPEG" and "adobe" not in image.info:
-        # Pillow inverts every CMYK JPEG, but only Adobe's are stored inverted
-        return Image.eval(image, lambda value: 255 - value).convert("RGB")
     if image.mode.startswith("I;16") or (image.mode == "I" and name == "PNG"):
-        return _gray16_to_rgb(image, background)
+        return _gray16_to_rgb(image, tags, background)
     if image.mode == "F":
-        return _float_to_rgb(image)
+        return _float_to_rgb(image, tags)
     if image.mode == "I":
         raise _unsupported_pixels()
     if image.mode == "LAB":
@@ -95,10 +94,6 @@ def _to_rgb(image: ImageFile, name: str, background: tuple[int, int, int]) -> Im
 
 
 def _with_alpha(image: Image.Image) -> Image.Image:
-    transparency = image.info.get("transparency")
-    if isinstance(transparency, tuple) and max(transparency) > 255:
-        # a 16-bit PNG names its transparent colour in 16 bits, Pillow keeps the high byte of its pixels
-        image.info["transparency"] = tuple(value >> 8 for value in transparency)
     if image.mode == "La":
         image = image.convert("LA")
     return image.convert("RGBA")
@@ -113,9 +108,10 @@ def _composite(rgba: Image.Image, background: tuple[int, int, int]) -> Image.Ima
     return canvas
 
 
-def _gray16_to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
+def _gray16_to_rgb(
+    image: Image.Image, tags: Mapping[int, object], background: tuple[int, int, int]
+) -> Image.Image:
     """0 to 65535 (0 to 4095 in a 12-bit TIFF) to 0 to 255; Pillow's own conversions clip or don't scale."""
-    tags = getattr(image, "tag_v2", {})
     max_value = 4095 if tags.get(_BITS_TAG) == (12,) else 65535
     gray = gray16_to_l(image, max_value, white_is_zero=tags.get(_PHOTOMETRIC_TAG) == 0)
     transparency = image.info.get("transparency")
@@ -127,7 +123,7 @@ def _gray16_to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.
     return canvas
 
 
-def _float_to_rgb(image: ImageFile) -> Image.Image:
+def _float_to_rgb(image: Image.Image, tags: Mapping[int, object]) -> Image.Image:
     """A float image has no range of its own: [0, 1] is stretched, [0, 255] kept, anything else refused."""
     low, high = image.getextrema()
     if not (isinstance(low, float) and isinstance(high, float)) or not 0.0 <= low <= high <= 255.0:
@@ -136,7 +132,7 @@ def _float_to_rgb(image: ImageFile) -> Image.Image:
     if not np.isfinite(values).all():
         raise _unsupported_pixels()
     scaled = np.rint(values * (255.0 if high <= 1.0 else 1.0)).astype(np.uint8)
-    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC_TAG) == 0:
+    if tags.get(_PHOTOMETRIC_TAG) == 0:
         scaled = 255 - scaled
     return Image.fromarray(scaled).convert("RGB")
 

@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
-from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from preprocess.header import HeaderReader, Jpeg, read_orientation
+from preprocess.formats.damage import damage_is_refused, invalid_image, quiet_pillow
+from preprocess.formats.header import HeaderReader, read_orientation
+from preprocess.formats.jpeg import open_jpeg
+from preprocess.formats.libtiff import open_tiff
+from preprocess.formats.png import SIGNATURE, read_png
+from preprocess.formats.tiff import is_tiff, page_offsets
+from preprocess.formats.tiff_page import one_page
+from preprocess.formats.webp import read_webp, webp_size
 from preprocess.limits import ImageLimits
 from preprocess.types import ImageError, ImageInfo
 
 ACCEPTED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP")
 
-_MAX_PNG_CHUNKS = 65_536
-_OPENERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
-    "JPEG": Jpeg,
+_OPENERS: dict[str, Callable[[io.BytesIO], Any]] = {
     "PNG": PngImageFile,
     "WEBP": WebPImageFile,
     "GIF": GifImageFile,
-    "TIFF": TiffImageFile,
+    "TIFF": open_tiff,
     "BMP": BmpImageFile,
-}
-_TIFF_MAGIC = {
-    b"II*\x00": ("<", False),
-    b"MM\x00*": (">", False),
-    b"II+\x00": ("<", True),
-    b"MM\x00+": (">", True),
 }
 
 
@@ -49,7 +44,7 @@ _TIFF_MAGIC = {
 class Header:
     """An image file opened but not decoded."""
 
-    image: ImageFile
+    image: Any  # an `ImageFile` of PIL, or for TIFFs of the Pillow that `preprocess.formats.libtiff` names
     format: str
     orientation: int  # EXIF, 1 to 8, still to be applied to the pixels
     width: int  # after EXIF orientation
@@ -89,43 +84,66 @@ def open_header(data: bytes, limits: ImageLimits, page: int = 0) -> Header:
     if len(data) > limits.max_bytes:
         raise ImageError("image_too_large", f"The image has more than {limits.max_bytes} bytes.")
     name = sniff(data)
-    if name == "WEBP":
-        # Pillow allocates an animation's canvas when it opens the file
-        _check_size(*_webp_size(data), limits)
-    num_pages = _tiff_pages(data, limits) if name == "TIFF" else 1
-    if not 0 <= page < num_pages:
+    with damage_is_refused(), quiet_pillow():
+        header = _open(name, data, limits, page)
+    _check_size(header.width, header.height, limits)
+    return header
+
+
+def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
+    exif = b""
+    offsets = _tiff_pages(data, limits) if name == "TIFF" else [0]
+    if not 0 <= page < len(offsets):
         raise ImageError("image_page_not_found", "The image has no such page.")
-    try:
-        with quiet_pillow():
-            reader = HeaderReader(data)
-            image = _OPENERS[name](reader)
-            reader.is_bounded = False
-            if page:
-                image.seek(page)
-            width, height = image.size
-    except MemoryError:
-        raise
-    except Exception:
-        raise invalid_image() from None
-    _check_size(width, height, limits)
-    # Pillow turns TIFF pixels itself and reports the turned size
-    orientation = 1 if name == "TIFF" else read_orientation(_exif(name, image, data) or b"")
+    if name == "JPEG":
+        image, exif = open_jpeg(data)
+    elif name == "PNG":
+        data, exif = read_png(data)
+        image = _read(name, data)
+    elif name == "WEBP":
+        # Pillow allocates an animation's canvas when it opens the file
+        _check_size(*webp_size(data), limits)
+        data, exif = read_webp(data)
+        image = _read(name, data)
+    elif name == "TIFF":
+        image = _read(name, one_page(data, offsets[page], limits.max_pixels))
+    else:
+        image = _read(name, data)
+    width, height = image.size
+    # of a TIFF Pillow turns the pixels itself and reports the turned size
+    orientation = read_orientation(exif)
     if orientation >= 5:
         width, height = height, width
-    return Header(image, name, orientation, width, height, num_pages)
+    return Header(image, name, orientation, width, height, len(offsets))
+
+
+def _read(name: str, data: bytes) -> Any:
+    reader = HeaderReader(data)
+    image = _OPENERS[name](reader)
+    reader.is_bounded = False
+    return image
+
+
+def _tiff_pages(data: bytes, limits: ImageLimits) -> list[int]:
+    try:
+        return page_offsets(data, limits.max_pages)
+    except ImageError as error:
+        if error.code == "too_many_pages":
+            error = ImageError("image_too_large", f"The image has more than {limits.max_pages} pages.")
+        raise error from None
 
 
 def sniff(data: bytes) -> str:
     """The format that the first bytes announce. Raises ImageError `unsupported_image_format`."""
     if data[:3] == b"\xff\xd8\xff":
         return "JPEG"
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
+    if data[:8] == SIGNATURE:
         return "PNG"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     if data[:6] in (b"GIF87a", b"GIF89a"):
         return "GIF"
-    if data[:4] in _TIFF_MAGIC:
+    if is_tiff(data):
         return "TIFF"
     if data[:2] == b"BM":
         return "BMP"
@@ -133,18 +151,6 @@ def sniff(data: bytes) -> str:
         "unsupported_image_format",
         "The image format is not supported. Accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP.",
     )
-
-
-@contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Pillow warns of damaged metadata, which is no news to whoever runs a server."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
-
-
-def invalid_image() -> ImageError:
-    return ImageError("invalid_image", "The image is damaged or incomplete and cannot be decoded.")
 
 
 def _check_size(width: int, height: int, limits: ImageLimits) -> None:
@@ -157,66 +163,3 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
             "unsupported_aspect_ratio",
             f"The image's longer side is more than {limits.max_aspect_ratio} times its shorter side.",
         )
-
-
-def _exif(name: str, image: ImageFile, data: bytes) -> bytes | None:
-    if name == "PNG":
-        return _png_exif(data)
-    exif = image.info.get("exif")
-    return exif if isinstance(exif, bytes) else None
-
-
-def _png_exif(data: bytes) -> bytes | None:
-    """The eXIf chunk, which may follow the pixels; Pillow would decode them to find it."""
-    offset = 8
-    for _ in range(_MAX_PNG_CHUNKS):
-        if offset + 8 > len(data):
-            return None
-        length, kind = struct.unpack_from(">I4s", data, offset)
-        if kind == b"eXIf":
-            return data[offset + 8 : offset + 8 + length]
-        offset += 12 + length
-    return None
-
-
-def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height from the first chunk: https://developers.google.com/speed/webp/docs/riff_container."""
-    kind = data[12:16]
-    try:
-        if kind == b"VP8X":
-            return _u24(data, 24) + 1, _u24(data, 27) + 1
-        if kind == b"VP8L":
-            (bits,) = struct.unpack_from("<I", data, 21)
-            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-        if kind == b"VP8 ":
-            width, height = struct.unpack_from("<HH", data, 26)
-            return width & 0x3FFF, height & 0x3FFF
-    except (struct.error, IndexError):
-        pass
-    raise invalid_image()
-
-
-def _u24(data: bytes, offset: int) -> int:
-    return data[offset] | data[offset + 1] << 8 | data[offset + 2] << 16
-
-
-def _tiff_pages(data: bytes, limits: ImageLimits) -> int:
-    """Walks the chain of directories (TIFF 6.0, section 2), which may be damaged or run in a circle."""
-    order, big = _TIFF_MAGIC[data[:4]]
-    offset_format, count_format, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
-    pages = 0
-    seen: set[int] = set()
-    try:
-        (offset,) = struct.unpack_from(order + offset_format, data, 8 if big else 4)
-        while offset and offset not in seen:
-            seen.add(offset)
-            (num_entries,) = struct.unpack_from(order + count_format, data, offset)
-            pages += 1
-            if pages > limits.max_pages:
-                raise ImageError("image_too_large", f"The image has more than {limits.max_pages} pages.")
-            next_offset = offset + struct.calcsize("=" + count_format) + num_entries * entry_bytes
-            (offset,) = struct.unpack_from(order + offset_format, data, next_offset)
-    except struct.error:
-        if not pages:
-            raise invalid_image() from None
-    return pages

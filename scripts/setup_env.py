@@ -3,8 +3,9 @@
     python3 scripts/setup_env.py .venv
 
 PIL is pillow-simd where it can be built (a compiler and the headers of libjpeg, zlib, libwebp and
-libtiff), else Pillow with one notice. VLM_PIL=pillow asks for Pillow. VLM_TORCH_INDEX names a package index
-that torch and torchvision come from: one of CPU-only builds saves gigabytes where no GPU is used.
+libtiff), with a Pillow beside it that reads TIFFs; else Pillow with one notice. VLM_PIL=pillow asks for
+Pillow. VLM_TORCH_INDEX names a package index that torch and torchvision come from: one of CPU-only builds
+saves gigabytes where no GPU is used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PILLOW_SIMD = "pillow-simd==12.1.1.post0"
 SHIM = "packaging/pillow-shim/pyproject.toml"
+TIFF_SCRIPT = "packaging/pillow_for_tiff.py"
 
 
 def _digest(*parts: object) -> str:
@@ -34,7 +36,8 @@ def fingerprints() -> tuple[str, str]:
     file = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = file["project"]
     variables = [os.environ.get(name, "") for name in ("VLM_PIL", "VLM_TORCH_INDEX")]
-    made_of = _digest(sys.version, variables, PILLOW_SIMD, (ROOT / SHIM).read_bytes())
+    imaging = [(ROOT / name).read_bytes() for name in (SHIM, TIFF_SCRIPT)]
+    made_of = _digest(sys.version, variables, PILLOW_SIMD, imaging)
     asked = (file["build-system"], project["dependencies"], project["optional-dependencies"])
     texts = [(ROOT / name).read_bytes() for name in ("constraints.txt", "scripts/setup_env.py")]
     return made_of, _digest(asked, texts)
@@ -62,6 +65,8 @@ def install_pil(python: Path) -> None:
         env = os.environ | {"CC": os.environ.get("CC", "cc") + avx2_flag()}
         built = pip(python, "--no-deps", "--no-binary", "pillow-simd", PILLOW_SIMD, env=env) == 0
         if built and pip(python, "--no-deps", "./packaging/pillow-shim") == 0:
+            if subprocess.run([str(python), TIFF_SCRIPT], cwd=ROOT).returncode:
+                print("setup: the Pillow that reads TIFFs can't be installed: compressed TIFFs are refused")
             return
         print(
             "setup: pillow-simd can't be built here (it needs a C compiler and the headers of libjpeg, zlib, "

@@ -162,18 +162,38 @@ def test_d3_half_transparent_is_half_way() -> None:
     assert (seen == 204).all()
 
 
-def test_transparent_colour_of_a_16_bit_rgb_png_is_honoured() -> None:
-    rows = (b"\0" + struct.pack(">6H", 0xFFFF, 0x1234, 0, 0, 0, 0xFFFF)) * 2
+def raw_png(rows: bytes, depth: int, colour: int, transparent: tuple[int, ...]) -> bytes:
+    """Two by two pixels."""
     out = b"\x89PNG\r\n\x1a\n"
     for kind, body in (
-        (b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)),
-        (b"tRNS", struct.pack(">3H", 0xFFFF, 0x1234, 0)),
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 2, depth, colour, 0, 0, 0)),
+        (b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)),
         (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     ):
         out += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-    seen = pixels(out)
+    return out
+
+
+def test_transparent_colour_of_a_16_bit_rgb_png_is_honoured() -> None:
+    rows = (b"\0" + struct.pack(">6H", 0xFFFF, 0x1234, 0, 0, 0, 0xFFFF)) * 2
+    seen = pixels(raw_png(rows, 16, 2, (0xFFFF, 0x1234, 0)))
     assert (seen[:, 0] == 255).all() and (seen[:, 1] == (0, 0, 255)).all()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("spare_bits", [0, 0xFFFF])
+def test_transparent_gray_of_a_png_is_honoured_at_every_depth(depth: int, spare_bits: int) -> None:
+    """Only the lowest `depth` bits of what the file says count (PNG, section 11.3.2.1)."""
+    top = (1 << depth) - 1
+    for hidden, other in ((0, top), (top, 0), (top // 3, top)):
+        if hidden == other:
+            continue
+        packed = (hidden << depth | other) << max(0, 8 - 2 * depth)
+        row = b"\0" + packed.to_bytes(max(1, depth // 4), "big")
+        data = raw_png(row * 2, depth, 0, (hidden | spare_bits & ~top,))
+        seen = pixels(data, background=(10, 20, 30))
+        assert (seen[:, 0] == (10, 20, 30)).all() and (seen[:, 1] == other * 255 // top).all()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "HSV"])
@@ -233,16 +253,13 @@ def test_d4_lab_matches_known_colours() -> None:
     assert np.abs(seen - expected).max() <= 12
 
 
-def test_d4_cmyk_jpeg_is_right_whether_stored_inverted_or_not() -> None:
-    cmyk = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
-    adobe = encode(cmyk, "JPEG", quality=100)
-    assert np.abs(pixels(adobe) - (255, 0, 0)).max() <= 3
-    # without Adobe's marker the values mean what they say
-    straight = encode(Image.new("CMYK", (16, 16), (255, 0, 0, 255)), "JPEG", quality=100)
-    start = straight.index(b"\xff\xee")
-    (length,) = struct.unpack_from(">H", straight, start + 2)
-    straight = straight[:start] + straight[start + 2 + length :]
-    assert np.abs(pixels(straight) - (255, 0, 0)).max() <= 3
+def test_d4_cmyk_jpeg_is_taken_as_inverted_with_and_without_adobes_marker() -> None:
+    """As browsers and other libraries do, whatever the standard says of a file without the marker."""
+    adobe = encode(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=100)
+    start = adobe.index(b"\xff\xee")
+    (length,) = struct.unpack_from(">H", adobe, start + 2)
+    for data in (adobe, adobe[:start] + adobe[start + 2 + length :]):
+        assert np.abs(pixels(data) - (255, 0, 0)).max() <= 3
 
 
 def test_d4_cmyk_tiff_is_right() -> None:

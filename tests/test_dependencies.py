@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from packaging.requirements import Requirement
 from vlm.config import ConfigError
 from vlm.extras import require
 

@@ -266,3 +266,11 @@ def test_the_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {str(path) for path in (*files, library.relative_to(tree))} - held == set()
+
+
+def test_pillow_simd_never_comes_without_the_pillow_that_reads_tiffs() -> None:
+    """Wherever the shim that lets pillow-simd stand for Pillow is installed, the second Pillow is."""
+    for name in ("Dockerfile", "scripts/setup_env.py"):
+        text = (ROOT / name).read_text()
+        assert "pillow-shim" in text and "packaging/pillow_for_tiff.py" in text, name
+    assert (ROOT / "packaging/pillow_for_tiff.py").exists()

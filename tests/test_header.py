@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.header import MAX_EXIF_BLOCKS, MAX_READS, read_orientation
+from preprocess.formats.damage import quiet_pillow
+from preprocess.formats.header import MAX_READS, read_orientation
+from preprocess.formats.jpeg import MAX_EXIF_BLOCKS
 from preprocess.limits import ImageLimits
-from preprocess.probe import open_header, quiet_pillow
+from preprocess.probe import open_header
 from preprocess.types import ImageError
 
 LIMITS = ImageLimits()

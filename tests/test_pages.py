@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from preprocess.decode import decode
+from preprocess.formats.tiff import is_tiff, page_offsets
+from preprocess.formats.tiff_page import page_file
 from preprocess.pages import PageLimits, PdfPages, is_pdf, page_scale
-from preprocess.tiff import is_tiff, page_file, page_offsets
 from preprocess.types import ImageError
 from vlm.caption import rasterise
 from vlm.caption.rasterise import PageRenderer

@@ -9,9 +9,10 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from preprocess.formats.tiff import is_tiff, page_offsets
+from preprocess.formats.tiff_page import page_file
 from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits, is_pdf
-from preprocess.tiff import is_tiff, page_file, page_offsets
 from preprocess.types import ImageError
 from vlm.caption.rasterise import PageRenderer
 

@@ -14,6 +14,7 @@ import socket
 import sys
 from typing import Any
 
+from preprocess.formats.libtiff import prepare
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
@@ -82,6 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     background = Background()
+    prepare()
     limit_memory(options.memory_bytes)
     try:
         with socket.socket(fileno=options.fd) as connection:

@@ -14,6 +14,7 @@ from celery import Celery
 from celery.signals import worker_process_init
 from redis import RedisError
 
+from preprocess.formats.libtiff import prepare
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
@@ -48,6 +49,7 @@ def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: De
             os._exit(OUT_OF_MEMORY_EXIT)
 
     def limit_process(**_: object) -> None:
+        prepare()
         limit_memory(limits.memory_bytes)
 
     worker_process_init.connect(limit_process, weak=False)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import io
 import struct
 
-from PIL.JpegImagePlugin import JpegImageFile
-
-MAX_READS = 16_384  # about three for each segment, chunk or tag; a long ICC or XMP block takes some hundred
-MAX_EXIF_BLOCKS = 64  # of a JPEG; Pillow copies all before it for each
+MAX_READS = 16_384  # about three for each extension, chunk or tag
 _SPARE_BYTES = 1 << 20
 
-_EXIF = b"Exif\0\0"
+EXIF_PREFIX = b"Exif\0\0"
 _ORDERS = {b"II*\0": "<", b"MM\0*": ">", b"II\0*": "<", b"MM*\0": ">"}
 _ORIENTATION_TAG = 0x0112
 _INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 13: "I"}  # TIFF 6.0's types
 
 
 class HeaderReader(io.BytesIO):
-    """A file in memory that refuses to be read on once a header took more than any real one does: reads,
-    bytes (tags may all point at the same large value) or EXIF blocks. `is_bounded` off: the pixels follow."""
+    """A file in memory that refuses to be read on once a header took more than any real one does: reads or
+    bytes (tags may all point at the same large value). `is_bounded` off: the pixels follow."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self.is_bounded = True
         self._reads_left = MAX_READS
         self._bytes_left = len(data) + _SPARE_BYTES
-        self._exif_left = MAX_EXIF_BLOCKS
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Raises ValueError beyond a bound."""
@@ -34,24 +30,16 @@ class HeaderReader(io.BytesIO):
         if self.is_bounded:
             self._reads_left -= 1
             self._bytes_left -= len(piece)
-            self._exif_left -= piece.startswith(_EXIF)
-            if min(self._reads_left, self._bytes_left, self._exif_left) < 0:
+            if min(self._reads_left, self._bytes_left) < 0:
                 raise ValueError("the header is too long")
         return piece
-
-
-class Jpeg(JpegImageFile):
-    """A JPEG (of an MPO file its first picture) whose EXIF block is not parsed when it is opened."""
-
-    def _read_dpi_from_exif(self) -> None:
-        return
 
 
 def read_orientation(exif: bytes) -> int:
     """1 to 8, from the first directory alone; a block that can't be read means 1."""
     start = 0
-    while exif.startswith(_EXIF, start):
-        start += len(_EXIF)
+    while exif.startswith(EXIF_PREFIX, start):
+        start += len(EXIF_PREFIX)
     order = _ORDERS.get(exif[start : start + 4])
     found = 1
     if order is None:

@@ -1,0 +1,29 @@
+"""Puts a Pillow with a libtiff of its own beside pillow-simd, as `pillow_for_tiff.PIL` of this environment.
+
+    .venv/bin/python packaging/pillow_for_tiff.py [OPTIONS OF PIP]
+
+Only TIFFs are read with it: preprocess/formats/libtiff.py says why. It must be a wheel, as a build would take
+the system's libtiff.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+PILLOW = "pillow==13.0.0"
+
+
+def main() -> None:
+    target = Path(sysconfig.get_path("purelib")) / "pillow_for_tiff"
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *sys.argv[1:]]
+    command += ["--no-deps", "--only-binary", ":all:", "--target", str(target), PILLOW]
+    sys.exit(subprocess.run(command).returncode)
+
+
+if __name__ == "__main__":
+    main()
