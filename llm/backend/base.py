@@ -55,10 +55,6 @@ class Backend(Protocol):
         """From now on `execute` adds to `ticks` (int64 [1]) from inside, at least once a layer."""
         ...
 
-    def count_progress(self, ticks: np.ndarray) -> None:
-        """From now on `execute` adds to `ticks` (int64 [1]) from inside, at least once a layer."""
-        ...
-
     def execute(self, plan: StepPlan) -> np.ndarray:
         """Writes the KV of every item and returns float32 logits [sum of num_logits, vocab_size],
         rows in item order, then position order."""
