@@ -18,7 +18,7 @@ from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
-from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, pinned
+from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, ModelSpec
@@ -39,10 +39,17 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
     import torch
 
+    torch.set_num_threads(options.threads)
+    with naming(source.directory):
+        return _load_encoder(source, options)
+
+
+def _load_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
+    import torch
+
     from encoder.encoder_weights import load_open_clip
     from vlm.loading import load_encoder
 
-    torch.set_num_threads(options.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
     if not source.tower:
         return load_encoder(source.directory, device=options.device, dtype=dtype)
@@ -126,16 +133,17 @@ def build_runner(options: EngineOptions, scheduling: EngineConfig | None = None)
 
     source = ModelSource.parse(options.model)
     encoder = build_encoder(source, options)
-    backend = load_backend(
-        source.directory,
-        block_size=BLOCK_SIZE,
-        kv_bytes=options.kv_cache_mb * MEBIBYTE,
-        device=options.device,
-        dtype=options.dtype,
-        backend=options.backend,
-        weights=options.weights,
-        kv=options.kv,
-    )
+    with naming(source.directory):
+        backend = load_backend(
+            source.directory,
+            block_size=BLOCK_SIZE,
+            kv_bytes=options.kv_cache_mb * MEBIBYTE,
+            device=options.device,
+            dtype=options.dtype,
+            backend=options.backend,
+            weights=options.weights,
+            kv=options.kv,
+        )
     tokenizer = Tokenizer.from_directory(source.directory)
     batcher = _tile_batcher(encoder, options)
     config = scheduling or _scheduling(options)

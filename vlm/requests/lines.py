@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 from llm.request import SamplingParams
 from preprocess.types import ImageError
 from vlm.pipeline import ChatMessage, ImageInput
-from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
+from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse, without_mark
 
 ENDPOINT = "/v1/chat/completions"
 MAX_LINE_BYTES = 64 << 20
@@ -71,7 +70,6 @@ def parse_line(line: bytes, endpoint: str = ENDPOINT) -> BatchLine:
 
 def _value(line: bytes) -> tuple[Any, bool]:
     """The line's JSON, and whether it is strict: in one row of many, what isn't is that row's own fault."""
-    line = line.removeprefix(codecs.BOM_UTF8)
     try:
         return parse(line), True
     except TooManyValues:
@@ -79,7 +77,7 @@ def _value(line: bytes) -> tuple[Any, bool]:
     except ValueError:
         pass
     try:
-        return json.loads(line), False
+        return json.loads(without_mark(line)), False
     except (ValueError, RecursionError):
         raise BadLine("invalid_json_line", "The line is not valid JSON.") from None
 
@@ -112,7 +110,7 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
             raise BadLine("unsupported_parameter", "'n' must be 1 here.", line.custom_id)
         params = sampling_params(request, replace(ServeConfig(), default_max_tokens=default_max_tokens))
         messages = [
-            ChatMessage(message.role, _parts(message.content, f"messages[{index}]"))
+            ChatMessage(message.role, _parts(message.content or "", f"messages[{index}]"))
             for index, message in enumerate(request.messages)
         ]
         return messages, params
@@ -133,8 +131,8 @@ def _parts(content: Any, where: str) -> tuple[str | ImageInput, ...]:
     from vlm.requests.media import Inline, decode_base64, parse_url
     from vlm.requests.schemas import ImageUrl
 
-    if content is None or isinstance(content, str):
-        return (content or "",)
+    if isinstance(content, str):
+        return (content,)
     parts: list[str | ImageInput] = []
     for index, part in enumerate(content):
         param = f"{where}.content[{index}]"

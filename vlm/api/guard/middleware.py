@@ -90,6 +90,15 @@ def too_large(cap: int) -> ApiError:
     )
 
 
+def encoded() -> ApiError:
+    return ApiError(
+        415,
+        "unsupported_content_encoding",
+        "Compressed request bodies are not supported: send the body without a content-encoding.",
+        headers={**_CLOSE, "accept-encoding": "identity"},
+    )
+
+
 class ServiceMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -128,6 +137,8 @@ class ServiceMiddleware:
         try:
             if len(scope["headers"]) > MAX_HEADERS:
                 raise ApiError(431, "too_many_headers", "The request has too many headers.", headers=_CLOSE)
+            if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+                await guard.refuse(encoded())
             length = headers.get("content-length", "")
             if length.isdecimal() and (len(length) > 18 or int(length) > cap):
                 await guard.refuse(too_large(cap))
