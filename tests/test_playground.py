@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import fake_engine_client
 import pytest
-from browser import Page, browser
+from browser import CHROMIUM, Page, browser, needs_chromium
 from fake_engine_client import FakeEngine, LiveServer, live_server, model_spec
 from PIL import Image
 
@@ -19,9 +18,6 @@ from preprocess.tiling import Idefics3Tiling
 from vlm.api.guard.auth import ApiKey, KeyRing
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 
 
 @pytest.fixture

@@ -99,7 +99,9 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             CORSMiddleware,
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # official clients send a dozen of their own, more with each release
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            allow_private_network=True,  # a page of the internet, asking a server of this network
         )
     install_handlers(app)
     for module in (chat, costs, images, file_routes, batches, health, playground):
