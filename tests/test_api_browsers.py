@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -84,6 +85,25 @@ def test_a_page_sees_the_headers_that_clients_act_on(server: LiveServer) -> None
         ):
             exposed = answered.headers["access-control-expose-headers"].split(", ")
             assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
+
+
+def test_a_server_under_a_path_is_the_same_server(tmp_path: Path) -> None:
+    """With the path or without, and so are its limits, its metrics and its document."""
+    config = ServeConfig(root_path="/a/vlm", max_request_mb=1, max_file_mb=4, data_dir=str(tmp_path))
+    with live_server(config=config) as running, running.client() as http:
+        for prefix in ("", "/a/vlm"):
+            assert http.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "vlm-default"
+            large = {"file": ("a", b"x" * (2 << 20))}
+            assert (
+                http.post(f"{prefix}/v1/files", data={"purpose": "user_data"}, files=large).status_code == 200
+            )
+            assert http.post(f"{prefix}{CHAT}", json=ask("x" * (2 << 20))).status_code == 413
+            moved = http.get(f"{prefix}/v1/models/").headers["location"]
+            assert moved == f"{running.url}/a/vlm/v1/models"
+            assert http.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/a/vlm"}]
+        assert http.get("/a/vlm").headers["location"] == "/a/vlm/"
+        assert http.get("/a/vlmore").status_code == 404
+        assert 'route="/v1/models",status="200"} 2.0' in http.get("/metrics").text
 
 
 class _Blank(BaseHTTPRequestHandler):

@@ -67,6 +67,7 @@ class ServeConfig:
     requests_per_minute: int = 0  # per key; 0 is off; a key's own setting wins
     allow_urls: bool = False  # fetch http(s) images on clients' behalf
     fetch_deadline_s: float = 10.0
+    root_path: str = ""  # path under which a proxy shows this server, such as /vlm; it may cut it off or not
     cors_origins: str = ""  # comma-separated; empty: no cross-origin requests
     default_max_tokens: int = 512
     max_choices: int = 8  # `n` of one request
