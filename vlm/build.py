@@ -35,10 +35,21 @@ if TYPE_CHECKING:
     from encoder.model import Encoder
 
 
+def check_device(name: str) -> None:
+    """Raises ConfigError for a device that torch has not on this machine. Imports torch."""
+    import torch
+
+    try:
+        torch.empty(1, device=name).cpu()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        raise ConfigError(f"device is {name}, and torch finds no such device on this machine") from None
+
+
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
     import torch
 
+    check_device(options.device)
     torch.set_num_threads(options.threads)
     with naming(source.directory):
         return _load_encoder(source, options)
@@ -235,8 +246,15 @@ def check_storage(options: EngineOptions) -> None:
 
 
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
-    """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path."""
+    """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path.
+
+    Raises ValueError for options that can't be had here, before a process is started for them.
+    """
     check_storage(options)
+    if config.broker or config.store:
+        from workers.cluster.redis_client import check_access
+
+        check_access(broker=config.broker, store=config.store)
     options = pinned(options)
     spec = ModelSpec.load(options.model, variant=config.variant, kv=options.kv_storage)
     return Pipeline(

@@ -7,10 +7,12 @@ import argparse
 import json
 import logging
 import socket
+import sys
 
 from vlm.build import build_runner
-from vlm.config import EngineOptions, from_mapping
-from workers.local.engine_process import serve
+from vlm.config import EngineOptions
+from vlm.settings import from_mapping
+from workers.local.engine_process import refuse, serve
 
 
 def main() -> None:
@@ -21,7 +23,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     options = from_mapping(EngineOptions, json.loads(arguments.options))
     with socket.socket(fileno=arguments.fd) as connection:
-        serve(connection, build_runner(options))
+        try:
+            runner = build_runner(options)
+        except ValueError as error:
+            refuse(connection, str(error))
+            sys.exit(2)
+        serve(connection, runner)
 
 
 if __name__ == "__main__":

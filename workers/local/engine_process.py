@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
-from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
+from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
 from workers.contract.messages import (
     FRAME_HEADER,
     event_from_json,
@@ -86,6 +86,12 @@ def serve(connection: socket.socket, runner: EngineRunner) -> None:
                 frames.send({"op": "events", "events": [event_to_json(event) for event in events]})
 
 
+def refuse(connection: socket.socket, reason: str) -> None:
+    """The child's only word where its settings can't work, instead of `serve`."""
+    with contextlib.suppress(ConnectionError, BrokenPipeError):
+        FrameSocket(connection).send({"op": "refused", "reason": reason})
+
+
 def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], payload: bytes) -> None:
     match message["op"]:
         case "submit":
@@ -133,6 +139,7 @@ class EngineProcess:
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._last_sign = 0.0
+        self._refusal: str | None = None
         self.restarts = 0
         self.info: dict[str, Any] = {}
 
@@ -146,7 +153,8 @@ class EngineProcess:
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails."""
+        """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails,
+        and `EngineRefused` where its settings can't work."""
         self._keeper = asyncio.create_task(self._keep_alive())
         up = asyncio.create_task(self._up.wait())
         done, _ = await asyncio.wait(
@@ -155,6 +163,8 @@ class EngineProcess:
         if up not in done:
             up.cancel()
             await self.close()
+            if self._refusal is not None:
+                raise EngineRefused(self._refusal)
             raise EngineUnavailable("the engine process did not start; its own message is above")
 
     async def close(self) -> None:
@@ -226,6 +236,8 @@ class EngineProcess:
             case "ready":
                 self.info = message["info"]
                 self._up.set()
+            case "refused":
+                self._refusal = message["reason"]
             case "events":
                 self._streams.feed([event_from_json(event) for event in message["events"]])
             case "reply":

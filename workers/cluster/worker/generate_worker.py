@@ -10,6 +10,7 @@ from celery.signals import worker_shutting_down
 
 from workers.cluster.celery_app import default_name, make_app, passing_queue, thread_worker
 from workers.cluster.names import GENERATE_TASK, GenerateJob, generate_queue
+from workers.cluster.redis_client import check_access
 from workers.cluster.worker.replica import Replica
 from workers.local.engine_runner import EngineRunner
 
@@ -23,11 +24,12 @@ def run(
     concurrency: int = CONCURRENCY,
     name: str | None = None,
 ) -> None:
-    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for non-Redis URLs.
+    """Serves until SIGTERM (finishes what it has) or SIGINT. Raises ValueError for a Redis of no use.
 
     name: of the replica, and of its queue `generate.NAME`; unique among those alive.
     """
     name = name or default_name()
+    check_access(broker=broker, store=store)
     app = make_app(broker)
     replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1))
 
