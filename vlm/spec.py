@@ -87,12 +87,13 @@ class ModelSpec:
     def revision(self) -> str:
         """64 hex digits of what visual tokens depend on besides the tiles; reads the vision weights."""
         source = self.source
-        if not source.tower:
-            return self.checkpoint.revision
-        encoder = source.open_clip_config(self.decoder.d_model)
-        return open_clip_revision(
-            encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
-        )
+        with naming(source.directory):
+            if not source.tower:
+                return self.checkpoint.revision
+            encoder = source.open_clip_config(self.decoder.d_model)
+            return open_clip_revision(
+                encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
+            )
 
     @property
     def directory(self) -> Path:
