@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import openai
 import pytest
 from browser import CHROMIUM, browser, needs_chromium
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server
+from small_servers import serving
 
 from vlm.config import ServeConfig
 
@@ -107,6 +106,8 @@ def test_a_server_under_a_path_is_the_same_server(tmp_path: Path) -> None:
 
 
 class _Blank(BaseHTTPRequestHandler):
+    """A site with one blank page."""
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/html")
@@ -117,20 +118,6 @@ class _Blank(BaseHTTPRequestHandler):
         return
 
 
-@contextmanager
-def site() -> Iterator[str]:
-    """An origin of its own, with one blank page."""
-    running = ThreadingHTTPServer(("127.0.0.1", 0), _Blank)
-    thread = threading.Thread(target=running.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}"
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
-
-
 @pytest.mark.browser
 @pytest.mark.slow
 @needs_chromium
@@ -138,7 +125,10 @@ def test_a_page_of_another_origin_asks_as_the_official_client_does() -> None:
     """In the real browser, which hides what a server does not expose."""
     assert CHROMIUM is not None
     engine = FakeEngine()
-    with site() as origin, live_server(engine, ServeConfig(cors_origins=origin)) as running:
+    with (
+        serving(_Blank) as port,
+        live_server(engine, ServeConfig(cors_origins=f"http://127.0.0.1:{port}")) as running,
+    ):
         sent = json.dumps({"method": "POST", "headers": official_headers(), "body": json.dumps(ask("Hi"))})
         seen = """async r => {
             const header = name => r.headers.get(name);
@@ -146,7 +136,7 @@ def test_a_page_of_another_origin_asks_as_the_official_client_does() -> None:
         }"""
         fetching = f"fetch({json.dumps(running.url + CHAT)}, {sent}).then({seen})"
         with browser(CHROMIUM) as page:
-            page.go(origin)
+            page.go(f"http://127.0.0.1:{port}")
             page.wait("document.title === 'elsewhere'")
             status, request_id, _, body = page.js(fetching)
             assert status == 200 and request_id and "I saw 0 images" in body

@@ -9,13 +9,14 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from fake_engine_client import ask, live_server, png
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_servers import serving
 
 from vlm.api.storage.addresses import public_address
 from vlm.api.storage.fetch import Fetcher, resolve
@@ -119,15 +120,8 @@ class Origin(BaseHTTPRequestHandler):
 @contextmanager
 def origin() -> Iterator[int]:
     Origin.seen.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Origin)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Origin) as port:
+        yield port
 
 
 def fetch(

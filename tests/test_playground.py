@@ -12,7 +12,7 @@ import pytest
 from browser import CHROMIUM, Page, browser, needs_chromium
 from fake_engine_client import FakeEngine, LiveServer, live_server, model_spec
 from PIL import Image
-from prefix_proxy import prefix_proxy
+from small_servers import prefix_proxy
 
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling

@@ -1,4 +1,4 @@
-"""A small reverse proxy that shows a server under a path, as nginx and its like do."""
+"""Small HTTP servers for tests: any handler on a free port, and a proxy as nginx and its like are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,22 @@ _HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "host")
 
 
 @contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """The port."""
+    running = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    try:
+        yield running.server_port
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+@contextlib.contextmanager
 def prefix_proxy(upstream: str, prefix: str, *, strips: bool) -> Iterator[str]:
-    """The proxy's own address; what lies outside the prefix is a 404 of its own. Answers stream through."""
+    """Shows `upstream` under a path, at the address given; outside it is a 404. Answers stream through."""
     host = urlsplit(upstream).netloc
 
     class Handler(BaseHTTPRequestHandler):
@@ -43,12 +57,5 @@ def prefix_proxy(upstream: str, prefix: str, *, strips: bool) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             return
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}"
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
+    with serving(Handler) as port:
+        yield f"http://127.0.0.1:{port}"
