@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from waiting import until
 
 from vlm.api.batches import batch_check
 from vlm.api.batches.batch_check import all_places, check, read_places, validate
-from vlm.api.batches.batch_rows import RowResult, read_row
+from vlm.api.batches.batch_rows import RowBook, RowResult, encode_row, read_row
 from vlm.api.batches.batch_runner import SPARE, BatchRunner
 from vlm.api.batches.batch_store import Batch, BatchStore
 from vlm.api.batches.row_turns import RowTurns
@@ -83,7 +85,7 @@ def test_whoever_has_the_least_under_way_is_next(data: st.DataObject) -> None:
         room = Room()
         for _ in range(data.draw(st.integers(1, 30))):
             if not room.waiters or data.draw(st.booleans()):
-                await room.come(data.draw(st.sampled_from("AB")), data.draw(st.sampled_from("123")))
+                await room.come(data.draw(st.sampled_from("ABC")), data.draw(st.sampled_from("12")))
                 continue
             leaving = data.draw(st.sampled_from(room.waiters))
             running = [w for w in room.waiters if w.is_running and w is not leaving]
@@ -97,6 +99,31 @@ def test_whoever_has_the_least_under_way_is_next(data: st.DataObject) -> None:
         for waiter in list(room.waiters):
             await room.go(waiter)
         assert not room.turns._keys and not room.turns._waiting and room.turns._free == PLACES
+
+    asyncio.run(run())
+
+
+def test_who_has_fewer_under_way_goes_before_who_has_waited_longer() -> None:
+    async def run() -> None:
+        room = Room()
+        running = [await room.come(key, "1") for key in "CCBBA"]
+        for key in "ACB":
+            await room.come(key, "1")
+        assert [w.key for w in await room.go(running[2])] == ["B"]  # C has waited longest, and has two
+
+    asyncio.run(run())
+
+
+def test_a_turn_is_not_given_to_who_is_leaving() -> None:
+    async def run() -> None:
+        turns = RowTurns(1)
+        await turns.acquire("A", "1")
+        leaving, staying = (asyncio.create_task(turns.acquire(key, "1")) for key in "BC")
+        await asyncio.sleep(0)
+        leaving.cancel()
+        turns.release("A", "1")  # before the one that is cancelled has run
+        await asyncio.gather(leaving, staying, return_exceptions=True)
+        assert leaving.cancelled() and not staying.cancelled() and turns.running == {"C": 1}
 
     asyncio.run(run())
 
@@ -215,6 +242,45 @@ def test_keys_share_the_places_and_one_alone_has_its_whole_window(tmp_path: Path
     asyncio.run(run())
 
 
+def test_rows_leave_no_descriptors_open(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "data")
+
+    async def run() -> None:
+        runs = Runs()
+        runner = BatchRunner(desk.store, desk.files, runs)
+        await runner.start()
+        made = desk.batch("A", "batch", 40)
+        runner.add(made)
+        await until(lambda: len(runs.started) == 24)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(39):
+            runs.let_end.release()
+            await asyncio.sleep(0.002)
+        await until(lambda: len(runs.started) == 40)
+        assert len(os.listdir("/proc/self/fd")) <= before + 3  # a write, a read, an index at this moment
+        await runner.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 9 + b"}\n", b'"a":1\n', b'"a":1}', b"}\n"])
+def test_answers_that_a_crash_damaged_are_no_answers(damage: bytes, tmp_path: Path) -> None:
+    """Nor are those behind them; the rows run again."""
+    path, index = rows_file(tmp_path / "input.jsonl", 9), tmp_path / "index.jsonl"
+    assert validate(path, CHAT, index) == (9, [])
+    good = [encode_row(f"é{number}", RowResult(200, {"a": 'x"\\'}, "req-1")) for number in range(5)]
+    bad = good[2].partition(b'"response"')[0] + damage if damage != b"}\n" else b"}\n"
+    (tmp_path / "output.jsonl").write_bytes(b"".join((*good[:2], bad, *good[3:])))
+    book = RowBook(tmp_path, 9)
+    assert book.output.count == 2
+    assert (tmp_path / "output.jsonl").read_bytes() == b"".join(good[:2])
+
+    async def left() -> list[int]:
+        return [place.number async for places in book.left() for place in places]
+
+    assert asyncio.run(left()) == list(range(2, 9))
+
+
 # Checks
 
 
@@ -281,14 +347,16 @@ def test_a_check_that_dies_is_begun_again_and_a_check_that_is_called_off_ends(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", dying)
     assert asyncio.run(check(path, CHAT, index)) == (20, []) and len(begun) == 3
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # which nobody ever writes to
 
     async def call_off() -> None:
-        task = asyncio.create_task(check(path, CHAT, index))
+        task = asyncio.create_task(check(pipe, CHAT, index))
         await until(lambda: len(begun) == 4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert begun[-1].returncode is not None
+        assert begun[-1].returncode == -signal.SIGKILL
 
     asyncio.run(call_off())
 

@@ -43,7 +43,7 @@ _SPECIAL_V6 = tuple(
     map(
         ipaddress.IPv6Network,
         (
-            "2001::/23",  # protocol assignments, Teredo among them
+            "2001::/23",  # protocol assignments; Teredo among them, whatever it wraps
             "2001:db8::/32",  # documentation
             "2620:4f:8000::/48",  # AS112
             "3fff::/20",  # documentation
@@ -82,7 +82,5 @@ def _wrapped(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
         yield last
     if address.sixtofour is not None:
         yield address.sixtofour
-    if address.teredo is not None:
-        yield from address.teredo
     if number >> 32 & 0xFFFF_FFFF in _ISATAP:
         yield last
