@@ -114,16 +114,17 @@ def test_who_has_fewer_under_way_goes_before_who_has_waited_longer() -> None:
     asyncio.run(run())
 
 
-def test_a_turn_is_not_given_to_who_is_leaving() -> None:
+@pytest.mark.parametrize("keys", ["BC", "BB"])
+def test_a_turn_is_not_given_to_who_is_leaving(keys: str) -> None:
     async def run() -> None:
         turns = RowTurns(1)
         await turns.acquire("A", "1")
-        leaving, staying = (asyncio.create_task(turns.acquire(key, "1")) for key in "BC")
+        leaving, staying = (asyncio.create_task(turns.acquire(key, "1")) for key in keys)
         await asyncio.sleep(0)
         leaving.cancel()
         turns.release("A", "1")  # before the one that is cancelled has run
         await asyncio.gather(leaving, staying, return_exceptions=True)
-        assert leaving.cancelled() and not staying.cancelled() and turns.running == {"C": 1}
+        assert leaving.cancelled() and not staying.cancelled() and turns.running == {keys[1]: 1}
 
     asyncio.run(run())
 
