@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +76,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError, with the numbers, if it can never be served."""
+        request = self._fitted(request)
         self._check(request)
         now = self._clock()
         params, prompt = request.params, request.prompt
@@ -231,6 +233,15 @@ class Engine:
         counters.chunk_tokens += batch.num_chunk_tokens
         ema = counters.step_ms_ema
         counters.step_ms_ema = seconds * 1e3 if counters.steps == 1 else ema + 0.1 * (seconds * 1e3 - ema)
+
+    def _fitted(self, request: Request) -> Request:
+        """With `max_tokens` cut to what the pool holds beside the prompt, where that is nobody's wish."""
+        params = request.params
+        if not params.fit_max_tokens:
+            return request
+        width = max(params.n, params.beam_width)
+        room = self._scheduler.most_tokens(request.prompt.num_tokens, width)
+        return replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
 
     def _check(self, request: Request) -> None:
         prompt, params = request.prompt, request.params

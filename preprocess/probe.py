@@ -133,6 +133,11 @@ def _tiff_pages(data: bytes, limits: ImageLimits) -> list[int]:
         raise error from None
 
 
+_ACCEPTED = "Accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP."
+NO_PDF = f"A PDF is not an image: `vlm caption` reads PDFs, or send its pages as images. {_ACCEPTED}"
+_PDF_WITHIN = 1024  # bytes, before which a PDF's own header may begin
+
+
 def sniff(data: bytes) -> str:
     """The format that the first bytes announce. Raises ImageError `unsupported_image_format`."""
     if data[:3] == b"\xff\xd8\xff":
@@ -147,10 +152,9 @@ def sniff(data: bytes) -> str:
         return "TIFF"
     if data[:2] == b"BM":
         return "BMP"
-    raise ImageError(
-        "unsupported_image_format",
-        "The image format is not supported. Accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP.",
-    )
+    if b"%PDF-" in data[:_PDF_WITHIN]:
+        raise ImageError("unsupported_image_format", NO_PDF)
+    raise ImageError("unsupported_image_format", f"The image format is not supported. {_ACCEPTED}")
 
 
 def _check_size(width: int, height: int, limits: ImageLimits) -> None:

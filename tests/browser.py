@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -13,6 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 
 _FLAGS = (
     "--headless",

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from fake_engine_client import ask, live_server, png
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_servers import serving
 
-from vlm.api.storage.fetch import Fetcher, public_address
+from vlm.api.storage.addresses import public_address
+from vlm.api.storage.fetch import Fetcher, resolve
 from vlm.config import ServeConfig
 from vlm.requests.errors import ApiError
 
@@ -34,6 +37,32 @@ def test_wrapped_addresses_are_judged_by_what_they_wrap(address: ipaddress.IPv4A
         ipaddress.IPv6Address((0x64FF9B << 96) | number),
     ):
         assert public_address(wrapped) <= public_address(address)
+    isatap = ipaddress.IPv6Address((0x2606_4700 << 96) | (0x5EFE << 32) | number)
+    assert public_address(isatap) == public_address(address)
+    teredo = ipaddress.IPv6Address((0x2001_0000 << 96) | (0x0808_0808 << 64) | (number ^ 0xFFFF_FFFF))
+    assert not public_address(teredo)
+
+
+# IANA's special-purpose registries, and what no registry names but nobody may be led to
+SPECIAL = (
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+    *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15"),
+    *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32"),
+    *("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23"),
+    *("2001:db8::/32", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8"),
+)
+
+
+@pytest.mark.parametrize("network", SPECIAL)
+def test_no_special_range_is_the_internet_whatever_pythons_own_table_says(
+    network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: site-local addresses, for one, are global to some releases of Python."""
+    monkeypatch.setattr("vlm.api.storage.addresses._ordinary", lambda address: True)
+    block = ipaddress.ip_network(network)
+    last = block.num_addresses - 1
+    for address in (block[place] for place in (0, last // 3, last // 2, last)):
+        assert not public_address(address), address
 
 
 @pytest.mark.parametrize(
@@ -91,15 +120,8 @@ class Origin(BaseHTTPRequestHandler):
 @contextmanager
 def origin() -> Iterator[int]:
     Origin.seen.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Origin)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Origin) as port:
+        yield port
 
 
 def fetch(
@@ -194,6 +216,51 @@ def test_slow_host_ends_at_the_deadline() -> None:
     with origin() as port:
         url = f"http://images.test:{port}/slow"
         assert refusal(url, names={"images.test": ["127.0.0.1"]}, deadline_s=0.3) == "url_timeout"
+
+
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    scheme=st.sampled_from(["http", "https", "HTTP", "ftp", "http:"]),
+    host=st.one_of(
+        st.sampled_from(["1.1.1.1", "[::1]", "[::ffff:1.1.1.1%1]", "a" * 300 + ".test", "xn--a", "a..b", ""]),
+        st.text(max_size=8),
+    ),
+    port=st.one_of(
+        st.just(""),
+        st.integers().map(lambda n: f":{n}"),
+        st.text("0123456789１-+eE_", max_size=30).map(":{}".format),
+    ),
+    path=st.text(max_size=8),
+)
+def test_no_url_that_a_stranger_writes_is_a_fault_of_ours(
+    scheme: str, host: str, port: str, path: str
+) -> None:
+    """Ports beyond 65535, numbers of hundreds of digits, names that no encoding takes."""
+
+    async def resolver(name: str, number: int) -> list[str]:
+        return await resolve("127.0.0.1", number)  # the system's own, which parses the port
+
+    fetcher = Fetcher(1.0, resolver=resolver, verify=NO_AUTHORITIES)
+
+    async def run(url: str) -> None:
+        await fetcher.fetch(url, 1000, "p")
+
+    for place in (f":{10**400}", port):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(run(f"{scheme}://{host}{place}/{path}"))
+        assert caught.value.status_code == 400
+
+
+def test_a_port_that_no_host_has_is_named() -> None:
+    """Wherever the URL comes from: a redirect's target too."""
+    for port in (0, 65536, 99999):
+        assert refusal(f"http://1.1.1.1:{port}/") == "invalid_image_url"
+    with origin() as port:
+        url = f"http://images.test:{port}/redirect?http://1.1.1.1:99999/"
+        assert refusal(url, names={"images.test": ["127.0.0.1"]}) == "invalid_image_url"
 
 
 def test_dead_host_is_a_400() -> None:

@@ -22,7 +22,8 @@ import pytest
 from celery_worker import celery_worker
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 
-from vlm.api.batches.batch_rows import count_lines, validate
+from vlm.api.batches.batch_check import validate
+from vlm.api.batches.batch_rows import count_lines
 from vlm.api.batches.batch_runner import WINDOW
 from vlm.api.guard.auth import ApiKey, KeyRing
 from vlm.config import ServeConfig
@@ -188,7 +189,7 @@ def test_an_empty_file_and_too_many_lines_fail(
     assert batch.status == "failed" and [error.code for error in batch.errors.data] == ["empty_file"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(line(str(number), "Hi") for number in range(4)))
-    monkeypatch.setattr("vlm.api.batches.batch_rows.MAX_ROWS", 3)
+    monkeypatch.setattr("vlm.api.batches.batch_check.MAX_ROWS", 3)
     total, errors = validate(path, CHAT)
     assert total == 4 and [error.code for error in errors] == ["too_many_lines"]
 

@@ -17,6 +17,7 @@ from PIL import Image
 from vlm.bench import BENCHMARKS, PARTS
 from vlm.cli.errors import BAD_INPUT, FAILURE, PARTIAL, run
 from vlm.cli.main import app
+from vlm.config import DEFAULT_MODEL
 
 SAMPLE = Path(__file__).resolve().parent.parent / "vlm" / "samples" / "shapes.png"
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -100,11 +101,36 @@ def test_images_that_cannot_be_read_do_not_hide_the_others_costs(
 def test_a_pdf_is_sent_to_the_command_that_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "page.pdf"
-    path.write_bytes(b"%PDF-1.4")
-    for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
+    """By its bytes, whatever its name."""
+    for path in (tmp_path / "page.pdf", tmp_path / "scan"):
+        path.write_bytes(b"%PDF-1.4")
+        for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
+            code, _, errors = call(capsys, *command)
+            assert code == BAD_INPUT and str(path) in errors and f"vlm caption {path}" in errors
+
+
+def test_a_url_where_a_file_is_wanted_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "https://example.org/a.png"
+    for command in (("ask", url, "What?"), ("tokens", url), ("plan", "image", url)):
         code, _, errors = call(capsys, *command)
-        assert code == BAD_INPUT and str(path) in errors and f"vlm caption {path}" in errors
+        assert code == BAD_INPUT and errors.count("\n") == 1 and f"{url} is a URL" in errors
+
+
+@pytest.mark.parametrize(
+    "lacks", ["everything", "config.json", "processor_config.json", "model.safetensors", "tokenizer.json"]
+)
+def test_what_is_wrong_with_a_model_is_told_with_its_folder(
+    lacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in Path(DEFAULT_MODEL).iterdir() if lacks != "everything" else ():
+        if path.name != lacks:
+            (folder / path.name).symlink_to(path)
+    asking, counting = ("ask", str(SAMPLE), "What?"), ("tokens", str(SAMPLE))
+    for command in (asking,) if lacks == "model.safetensors" else (asking, counting):
+        code, _, errors = call(capsys, *command, "--model", str(folder))
+        assert code == BAD_INPUT and errors.count("\n") == 1 and f"{folder}: " in errors
 
 
 def test_of_several_images_the_damaged_one_is_named(

@@ -49,6 +49,37 @@ def test_forks_count_towards_the_pool(params: dict[str, Any]) -> None:
     harness.assert_clean()
 
 
+@given(
+    num_prompt=st.integers(1, 60),
+    blocks=st.integers(1, 24),
+    width=st.integers(1, 4),
+    asked=st.integers(1, 90),
+)
+@settings(deadline=None, max_examples=100)
+def test_a_length_that_nobody_asked_for_is_the_largest_that_the_pool_holds(
+    num_prompt: int, blocks: int, width: int, asked: int
+) -> None:
+    """P9: refused only where not even one token has room beside the prompt."""
+    prompt = prompt_of([1] * num_prompt)
+
+    def served(max_tokens: int, fits: bool) -> int | None:
+        """Tokens of each choice, or None: refused."""
+        harness = Harness(num_blocks=blocks)
+        params = {"max_tokens": max_tokens, "fit_max_tokens": fits, "n": width, "ignore_eos": True}
+        try:
+            harness.submit(request_of("r", prompt, **params))
+        except RequestError as error:
+            assert error.code == "kv_capacity_exceeded"
+            return None
+        group = harness.engine._groups["r"]
+        harness.engine.cancel("r")
+        harness.assert_clean()
+        return group.request.params.max_tokens
+
+    largest = max((n for n in range(1, asked + 1) if served(n, False) is not None), default=None)
+    assert served(asked, True) == largest
+
+
 def test_an_image_beyond_the_limit_is_refused_at_admission() -> None:
     """P8: the scheduler never sees what it could only spin on."""
     error = refusal(Harness(max_image_tokens=8), [1], ("A", 9))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from preprocess.probe import probe
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import TileGrid, TilingRule
+from vlm.cli.main import app
 from vlm.cli.tokens import image_cost
 from vlm.families.articles import PlainFormat
 from vlm.plan.catalog import load_machine, load_model
@@ -145,6 +148,27 @@ def test_vlm_tokens_equals_the_plan_and_the_prompt(seed: int) -> None:
         assert with_image.num_image_tokens == cost.visual_tokens
         assert shown["prompt_tokens"] == spec.image_prompt_tokens(grid)
         assert shown["kv_bytes"] == kv_bytes(model.decoder, shown["prompt_tokens"], 4, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("detail", ["auto", "low"])
+def test_tokens_and_plan_image_tell_the_same_kv_bytes(
+    detail: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Markers and whole blocks included, as the engine stores an image's part of a prompt."""
+    paths = []
+    for index, size in enumerate(sizes(8, seed=3)):
+        paths.append(str(tmp_path / f"{index}.png"))
+        Path(paths[-1]).write_bytes(picture(size))
+
+    def told(*command: str) -> list[tuple[int, int]]:
+        app([*command, *paths, "--model", "default", "--detail", detail, "--json"], standalone_mode=False)
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return [
+            (row["prompt_tokens"], row["kv_bytes"])
+            for row in rows["per_image" if "per_image" in rows else "images"]
+        ]
+
+    assert told("tokens") == told("plan", "image")
 
 
 @cache

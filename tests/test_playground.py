@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import fake_engine_client
 import pytest
-from browser import Page, browser
+from browser import CHROMIUM, Page, browser, needs_chromium
 from fake_engine_client import FakeEngine, LiveServer, live_server, model_spec
 from PIL import Image
+from small_servers import prefix_proxy
 
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
 from vlm.api.guard.auth import ApiKey, KeyRing
+from vlm.config import ServeConfig
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 
 
 @pytest.fixture
@@ -140,6 +138,35 @@ def test_an_image_the_server_forgot_is_sent_again(page: Page, picture: Path, ser
     server.service.images._entries.clear()
     ask(page, "Still there?", 1)
     assert "13 tiles" in page.js("document.querySelector('#log .a').textContent")
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("root_path", "strips", "slash"), [("", True, "/"), ("/a/vlm", True, "/"), ("/a/vlm", False, "")]
+)
+def test_the_page_works_under_a_path_of_a_proxy(
+    root_path: str, strips: bool, slash: str, picture: Path
+) -> None:
+    """Whether the proxy cuts the path off or not; told of the path, the server takes both."""
+    assert CHROMIUM is not None
+    config = ServeConfig(root_path=root_path)
+    with (
+        live_server(FakeEngine(), config) as running,
+        prefix_proxy(running.url, "/a/vlm", strips=strips) as url,
+        browser(CHROMIUM) as page,
+    ):
+        page.go(f"{url}/a/vlm{slash}")
+        page.wait("document.getElementById('model')?.textContent === 'vlm-default'")
+        page.wait("document.getElementById('light').className.includes('ready')")
+        page.choose_file("#file", picture)
+        page.wait(
+            "!document.getElementById('send').disabled && document.getElementById('fact-kv').textContent"
+        )
+        ask(page, "What is it?", 1)
+        assert page.js("document.querySelector('#log .a').textContent").startswith("I saw 1 images")
+        assert page.js("getComputedStyle(document.getElementById('drop')).borderStyle") != "none"  # the style
+        assert page.problems() == []
+        assert page.hosts() == {url.removeprefix("http://")}
 
 
 @needs_chromium

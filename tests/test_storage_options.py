@@ -12,7 +12,8 @@ import pytest
 from vlm.build import build_served_pipeline, check_storage
 from vlm.cli.errors import BAD_INPUT, run
 from vlm.cli.serve_command import merged
-from vlm.config import ConfigError, EngineOptions, ServeConfig, from_mapping
+from vlm.config import ConfigError, EngineOptions, ServeConfig
+from vlm.settings import from_mapping
 from vlm.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,8 +57,7 @@ def test_ask_answers_from_small_numbers() -> None:
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "vlm.toml"
     file.write_text('[engine]\nweights = "int8"\nkv = "int8"\n')
-    chosen = {"serve": {}, "engine": {"weights": "int4", "kv": "auto"}}
-    _, options = merged(file, chosen, None, None)
+    _, options = merged(file, {"weights": "int4"})
     assert (options.weights, options.kv) == ("int4", "int8")
 
 

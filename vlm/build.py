@@ -18,7 +18,7 @@ from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
-from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, pinned
+from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, ModelSpec
@@ -36,14 +36,32 @@ if TYPE_CHECKING:
     from encoder.model import Encoder
 
 
+def check_device(name: str) -> None:
+    """Raises ConfigError for a device that torch has not on this machine. Imports torch."""
+    import torch
+
+    try:
+        torch.empty(1, device=name).cpu()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        raise ConfigError(f"device is {name}, and torch finds no such device on this machine") from None
+
+
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     """The tower and connector of a checkpoint, or of the articles' form. Imports torch."""
+    import torch
+
+    check_device(options.device)
+    torch.set_num_threads(options.threads)
+    with naming(source.directory):
+        return _load_encoder(source, options)
+
+
+def _load_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     import torch
 
     from encoder.encoder_weights import load_open_clip
     from vlm.loading import load_encoder
 
-    torch.set_num_threads(options.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
     if not source.tower:
         return load_encoder(source.directory, device=options.device, dtype=dtype)
@@ -137,16 +155,17 @@ def build_runner(
     progress.tick()
     encoder = build_encoder(source, options)
     progress.tick()
-    backend = load_backend(
-        source.directory,
-        block_size=BLOCK_SIZE,
-        kv_bytes=options.kv_cache_mb * MEBIBYTE,
-        device=options.device,
-        dtype=options.dtype,
-        backend=options.backend,
-        weights=options.weights,
-        kv=options.kv,
-    )
+    with naming(source.directory):
+        backend = load_backend(
+            source.directory,
+            block_size=BLOCK_SIZE,
+            kv_bytes=options.kv_cache_mb * MEBIBYTE,
+            device=options.device,
+            dtype=options.dtype,
+            backend=options.backend,
+            weights=options.weights,
+            kv=options.kv,
+        )
     backend.count_progress(progress.ticks)
     progress.tick()
     tokenizer = Tokenizer.from_directory(source.directory)
@@ -240,8 +259,15 @@ def check_storage(options: EngineOptions) -> None:
 
 
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:
-    """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path."""
+    """What `vlm serve` runs: the engine in another process or elsewhere, decoding off the serving path.
+
+    Raises ValueError for options that can't be had here, before a process is started for them.
+    """
     check_storage(options)
+    if config.broker or config.store:
+        from workers.cluster.redis_client import check_access
+
+        check_access(broker=config.broker, store=config.store)
     options = pinned(options)
     spec = ModelSpec.load(options.model, variant=config.variant, kv=options.kv_storage)
     return Pipeline(

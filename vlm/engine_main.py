@@ -7,10 +7,12 @@ import argparse
 import json
 import logging
 import socket
+import sys
 
 from vlm.build import build_runner
-from vlm.config import EngineOptions, from_mapping
-from workers.local.engine_process import serve
+from vlm.config import EngineOptions
+from vlm.settings import from_mapping
+from workers.local.engine_process import refuse, serve
 from workers.local.progress import Progress
 
 
@@ -27,7 +29,12 @@ def main() -> None:
     progress = Progress.of_file(arguments.progress_fd)
     progress.tick()
     with socket.socket(fileno=arguments.fd) as connection:
-        serve(connection, build_runner(options, progress=progress), progress)
+        try:
+            runner = build_runner(options, progress=progress)
+        except ValueError as error:
+            refuse(connection, str(error))
+            sys.exit(2)
+        serve(connection, runner, progress)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,6 +80,15 @@ class ModelSource:
 def pinned(options: EngineOptions) -> EngineOptions:
     """The options with a model that is here: every process reads the same commit, and none asks a hub."""
     return replace(options, model=str(ModelSource.parse(options.model)))
+
+
+@contextlib.contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Raises ConfigError with the directory for what is wrong with a checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{directory}: {error}") from error
 
 
 def _existing(path: Path) -> Path | None:

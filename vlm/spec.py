@@ -21,7 +21,7 @@ from vlm.checkpoint import Checkpoint
 from vlm.families.articles import PlainFormat
 from vlm.families.base import Family
 from vlm.hub import Files
-from vlm.model_source import OPEN_CLIP_SEED, ModelSource
+from vlm.model_source import OPEN_CLIP_SEED, ModelSource, naming
 from vlm.prompt import ImageFormat, PromptBuilder
 
 _KEY_VERSION = "visual-1"
@@ -54,9 +54,14 @@ class ModelSpec:
     ) -> ModelSpec:
         """Reads a checkpoint's JSON files; `files`: how much of it has to be here.
 
-        Raises ConfigError (or the package's own ValueError) where it isn't a checkpoint of a known family.
+        Raises ConfigError, with the directory, where it isn't a checkpoint of a known family.
         """
         source = ModelSource.parse(model, files)
+        with naming(source.directory):
+            return cls._read(source, variant, kv)
+
+    @classmethod
+    def _read(cls, source: ModelSource, variant: Variant, kv: KvStorage) -> ModelSpec:
         checkpoint = Checkpoint.read(source.directory)
         if source.tower:
             family = None
@@ -82,12 +87,13 @@ class ModelSpec:
     def revision(self) -> str:
         """64 hex digits of what visual tokens depend on besides the tiles; reads the vision weights."""
         source = self.source
-        if not source.tower:
-            return self.checkpoint.revision
-        encoder = source.open_clip_config(self.decoder.d_model)
-        return open_clip_revision(
-            encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
-        )
+        with naming(source.directory):
+            if not source.tower:
+                return self.checkpoint.revision
+            encoder = source.open_clip_config(self.decoder.d_model)
+            return open_clip_revision(
+                encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
+            )
 
     @property
     def directory(self) -> Path:

@@ -240,7 +240,7 @@ def load_backend(
     stored_weights, stored_kv = storage_of(dtype, weights, kv, native)
     if num_blocks is None:
         assert kv_bytes is not None
-        num_blocks = kv_bytes // kv_block_bytes(
+        block_bytes = kv_block_bytes(
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
@@ -248,6 +248,11 @@ def load_backend(
             stored_kv,
             padded(config.head_dim) if native else None,
         )
+        num_blocks = kv_bytes // block_bytes
+        if not num_blocks:
+            raise ValueError(
+                f"a KV cache of {kv_bytes} bytes holds no block: {block_size} tokens take {block_bytes}"
+            )
     if num_blocks < 1 or block_size < 1:
         raise ValueError("the KV pool holds no block")
     if native:

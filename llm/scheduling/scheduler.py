@@ -81,6 +81,12 @@ class Scheduler:
         shared = num_prompt // self._pool.block_size
         return shared + width * (self._pool.blocks_for(num_prompt + max_tokens) - shared)
 
+    def most_tokens(self, num_prompt: int, width: int) -> int:
+        """Largest `max_tokens` whose `blocks_bound` the pool holds; below 1 where there is none."""
+        shared = num_prompt // self._pool.block_size
+        own = (self._pool.num_blocks - shared) // width
+        return (shared + own) * self._pool.block_size - num_prompt
+
     def plan(self, now: float) -> Batch:
         batch = Batch()
         batch.failures += self._wants.settle(now)

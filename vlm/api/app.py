@@ -20,7 +20,7 @@ from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
 from vlm.api.guard.admission import Admission
 from vlm.api.guard.auth import KeyRing, read_keys
-from vlm.api.guard.middleware import ServiceMiddleware
+from vlm.api.guard.middleware import PrefixMiddleware, ServiceMiddleware
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.observe import health
 from vlm.api.observe.metrics import Metrics
@@ -99,8 +99,12 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             CORSMiddleware,
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # official clients send a dozen of their own, more with each release
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            allow_private_network=True,  # a page of the internet, asking a server of this network
         )
+    if config.root_path:
+        app.add_middleware(PrefixMiddleware, root_path=config.root_path)
     install_handlers(app)
     for module in (chat, costs, images, file_routes, batches, health, playground):
         app.include_router(module.router)
@@ -117,6 +121,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=TITLE, version="1", description=DESCRIPTION, routes=app.routes)
     document["components"].setdefault("securitySchemes", {})["key"] = {"type": "http", "scheme": "bearer"}
     document["security"] = [{"key": []}, {}]
+    if root_path := app.state.service.config.root_path:
+        document["servers"] = [{"url": root_path}]
     for methods in document["paths"].values():
         for operation in methods.values():
             operation["responses"].pop("422", None)

@@ -12,7 +12,7 @@ from llm.request import SamplingParams
 from preprocess.types import TileGrid
 from vlm.api.chat.convert import prepare
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import Estimate, ExpectedTtft, GridOut, ImageCost, TokenCount, errors
+from vlm.api.responses import BODY, Estimate, ExpectedTtft, GridOut, ImageCost, TokenCount, errors
 from vlm.api.service import Service, caller_of, service_of
 from vlm.pipeline import PlannedImage, PreparedRequest
 from vlm.requests.errors import invalid
@@ -41,7 +41,7 @@ def _costs(service: Service, prepared: PreparedRequest) -> list[ImageCost]:
     return [image_cost(service, image) for image in prepared.images]
 
 
-@router.post("/v1/tokenize", responses=errors(400, 401, 404, 408, 413, 429, 431, 503))
+@router.post("/v1/tokenize", responses=errors(*BODY, 404))
 async def tokenize(body: TokenizeRequest, request: Request) -> TokenCount:
     """The true prompt of a chat, images expanded; or a text's tokens."""
     service = service_of(request)
@@ -69,7 +69,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenCount:
     )
 
 
-@router.post("/v1/estimate", responses=errors(400, 401, 404, 408, 413, 429, 431, 503))
+@router.post("/v1/estimate", responses=errors(*BODY, 404))
 async def estimate(body: EstimateRequest, request: Request) -> Estimate:
     """Nothing is decoded or run. `warm` is the time when all images and all text before the last
     message's text are cached."""

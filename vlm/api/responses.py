@@ -29,11 +29,14 @@ _DESCRIPTIONS = {
     408: "The body took too long.",
     409: "In conflict with what is stored.",
     413: "The body is too large.",
-    415: "The content type is not supported.",
+    415: "The content type or encoding is not supported.",
     429: "Too many requests; see Retry-After.",
     431: "Too many headers.",
     503: "Not now; see Retry-After.",
 }
+
+
+BODY = (400, 401, 408, 413, 415, 429, 431, 503)  # of every route that takes a body
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

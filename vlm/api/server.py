@@ -171,7 +171,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(pipeline: Pipeline, config: ServeConfig, *, allow_public: bool = False) -> None:
+def run(pipeline: Pipeline, config: ServeConfig) -> None:
     """Serves until it is told to stop.
 
     Raises ConfigError for settings and addresses that can't be used, and whatever kept the pipeline from
@@ -180,8 +180,7 @@ def run(pipeline: Pipeline, config: ServeConfig, *, allow_public: bool = False) 
     configure(config.log_format)
     app = create_app(pipeline, config)
     service = cast(Service, app.state.service)
-    if not allow_public:
-        check_exposure(config, service.keys)
+    check_exposure(config, service.keys)
     listener = bind(config.host.strip("[]"), config.port)
     server = make_server(app, config)
     # a failed start is raised below, and one that was called off is no error: no traceback of uvicorn's

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights
+from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights, setting
 from vlm.config import ServeConfig
 
 _SERVE = ServeConfig()
@@ -51,7 +51,7 @@ def caption_command(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
-    decode_processes: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    decode_processes: Annotated[int, setting(ServeConfig, "decode_processes", "Decode processes.")] = 1,
     window: Annotated[
         int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")
     ] = None,

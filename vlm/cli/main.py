@@ -11,7 +11,18 @@ import typer
 
 from vlm.cli.errors import run
 from vlm.cli.groups import Group
-from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights, engine_options
+from vlm.cli.options import (
+    ENGINE,
+    Json,
+    Kv,
+    Model,
+    Store,
+    Threads,
+    Weights,
+    engine_options,
+    given_options,
+    setting,
+)
 from vlm.cli.worker import app as worker
 from vlm.config import ServeConfig
 
@@ -189,24 +200,37 @@ def doctor(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Model = "default",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = SERVE.host,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = SERVE.port,
+    port: Annotated[int, setting(ServeConfig, "port", "Port; 0 takes a free one.")] = SERVE.port,
+    root_path: Annotated[
+        str, typer.Option(help="Path under which a proxy shows this server, such as /vlm.")
+    ] = SERVE.root_path,
     broker: Annotated[str, typer.Option(help="redis://...: decode images in Celery workers.")] = SERVE.broker,
     store: Store = SERVE.store,
     remote_engine: Annotated[
-        bool, typer.Option("--remote-engine", help="Answers come from generate workers behind the broker.")
+        bool,
+        typer.Option(
+            "--remote-engine/--no-remote-engine", help="Answers come from generate workers behind the broker."
+        ),
     ] = SERVE.remote_engine,
     config: Annotated[
         Path | None,
-        typer.Option(readable=False, help=f"TOML file with [serve] and [engine] tables. {SETTINGS}"),
+        typer.Option(
+            readable=False,
+            help=f"TOML file with [serve] and [engine] tables; options given here win. {SETTINGS}",
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
+    threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     allow_public: Annotated[
-        bool, typer.Option("--allow-public", help="Listen beyond this machine although no keys are set.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--allow-public/--no-allow-public", help="Listen beyond this machine although no keys are set."
+        ),
+    ] = SERVE.allow_public,
 ) -> None:
     """Serve the OpenAI-compatible API and the playground.
 
@@ -214,22 +238,7 @@ def serve(
     """
     from vlm.cli.serve_command import serve_command
 
-    serve_command(
-        options={
-            "serve": {
-                "host": host,
-                "port": port,
-                "broker": broker,
-                "store": store,
-                "remote_engine": remote_engine,
-            },
-            "engine": {"weights": weights, "kv": kv},
-        },
-        model=None if model == "default" else model,
-        threads=threads,
-        config_file=config,
-        allow_public=allow_public,
-    )
+    serve_command(config, given_options(context))
 
 
 def main() -> None:

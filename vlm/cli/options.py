@@ -8,6 +8,26 @@ import typer
 
 from llm.storage import KvOption, WeightOption
 from vlm.config import DEFAULT_MODEL, EngineOptions
+from vlm.settings import bounds
+
+ENGINE = EngineOptions()
+
+
+def setting(config: type, name: str, help: str) -> Any:
+    """An option for a numeric setting, with the setting's own bounds."""
+    limit = bounds(config, name)
+    return typer.Option(min=limit.low, max=limit.high, help=help)
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """What was named on the command line, even where it equals the default."""
+    found = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            found[name] = value
+    return found
+
 
 Model = Annotated[
     str,
@@ -19,7 +39,7 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
 Broker = Annotated[str, typer.Option(help="redis://host:port/db of the queue.")]
 Store = Annotated[str, typer.Option(help="redis://... of the blob store; default: the broker.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of the model.")]
+Threads = Annotated[int, setting(EngineOptions, "threads", "Threads of the model.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and activations.")]
 Weights = Annotated[
@@ -30,7 +50,6 @@ Weights = Annotated[
 ]
 Kv = Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: not rounded.")]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
-ENGINE = EngineOptions()
 
 
 def engine_options(model: str, **values: Any) -> EngineOptions:

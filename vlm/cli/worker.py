@@ -19,7 +19,9 @@ from vlm.cli.options import (
     Threads,
     Weights,
     engine_options,
+    setting,
 )
+from vlm.config import EngineOptions, ServeConfig
 
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None)
 
@@ -36,7 +38,7 @@ def workers() -> None:
 def worker_preprocess(
     broker: Broker = DEFAULT_BROKER,
     store: Store = "",
-    concurrency: Annotated[int, typer.Option(min=1, help="Decode processes, one thread each.")] = 1,
+    concurrency: Annotated[int, setting(ServeConfig, "decode_processes", "Decode processes.")] = 1,
 ) -> None:
     """Decode and tile images for servers that share the broker. Never loads torch.
 
@@ -88,8 +90,12 @@ def worker_generate(
     dtype: Dtype = ENGINE.dtype,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
-    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for KV blocks.")] = ENGINE.kv_cache_mb,
-    max_running: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = ENGINE.max_running,
+    kv_cache_mb: Annotated[
+        int, setting(EngineOptions, "kv_cache_mb", "Memory for KV blocks.")
+    ] = ENGINE.kv_cache_mb,
+    max_running: Annotated[
+        int, setting(EngineOptions, "max_running", "Sequences decoded together.")
+    ] = ENGINE.max_running,
 ) -> None:
     """Answer requests of servers that run with --remote-engine on the same broker.
 

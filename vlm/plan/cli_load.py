@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +13,7 @@ from encoder.geometry import TowerShape
 from llm.cost import CostError
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
-from preprocess.types import Detail
+from preprocess.types import TileGrid
 from vlm.cli.images import naming, read_image
 from vlm.cli.options import Json
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
@@ -60,16 +61,12 @@ def _probe_sizes(paths: list[Path]) -> list[tuple[int, int]]:
     return sizes
 
 
-def _marker_tokens(
-    model: PlannedModel, costs: tuple[images.ImageCost, ...], sizes: list[tuple[int, int]], detail: Detail
-) -> int:
-    """What the prompt's form adds around the visual tokens: known where there is a tokenizer."""
+def _markers(model: PlannedModel) -> Callable[[TileGrid], int]:
+    """What the prompt's form adds around an image's visual tokens: known where there is a tokenizer."""
     if model.directory is None or not (model.directory / "tokenizer.json").is_file():
-        return 0
+        return lambda grid: 0
     spec = ModelSpec.load(model.directory)
-    rule = spec.preprocess_spec(detail).rule
-    total = sum(spec.image_prompt_tokens(rule.grid(*size, detail)) for size in sizes)
-    return total - sum(cost.visual_tokens for cost in costs)
+    return lambda grid: spec.image_prompt_tokens(grid) - spec.geometry.num_visual_tokens(grid.num_tiles)
 
 
 def image(
@@ -119,15 +116,18 @@ def image(
     decoder = decoder_of(chosen, exact)
     bits = precision_of(weight_bits, kv_bits or (32 if chosen.directory else 16))
     precision = stored(chosen, decoder, bits, weights, kv_storage)
+    block = block_size or (BLOCK_SIZE if chosen.directory else 1)
     costs: tuple[images.ImageCost, ...] = ()
     counts, markers = [at_least_one(tiles, "the number of tiles")] * images_per_request, 0
     if photos:
         if chosen.tiling is None:
             raise CostError(f"{chosen.name} has no tiling rule")
         sizes = _probe_sizes(photos)
-        costs = images.costs_of_images(sizes, chosen.tiling, tower, decoder, detail, precision.kv_bytes)
+        costs = images.costs_of_images(
+            sizes, chosen.tiling, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
+        )
         counts = [cost.tiles for cost in costs]
-        markers = _marker_tokens(chosen, costs, sizes, detail)
+        markers = sum(cost.prompt_tokens - cost.visual_tokens for cost in costs)
     plan = images.plan_image(
         decoder,
         tower,
@@ -136,7 +136,7 @@ def image(
         at_least_one(text_tokens, "the number of text tokens"),
         precision,
         markers,
-        block_size or (BLOCK_SIZE if chosen.directory else 1),
+        block,
         costs,
     )
     title = f"{chosen.title} on {device.name}: {plan.images} images, {text_tokens} text tokens"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +18,11 @@ class _Append:
 
 
 class DurableLog:
-    """Appends at `end` of an open file. Lines that come during a sync share the next one. One event loop."""
+    """Appends at `end` of a file, open or opened for each write. Lines that come during a sync share the next
+    one. One event loop."""
 
-    def __init__(self, fd: int, end: int) -> None:
-        self._fd = fd
+    def __init__(self, file: int | Path, end: int) -> None:
+        self._file = file
         self._end = end
         self._pending: list[_Append] = []
         self._writer: asyncio.Task[None] | None = None
@@ -55,15 +56,27 @@ class DurableLog:
     def _write(self, data: bytes) -> None:
         """All or nothing: what a full disk took of the lines is cut off again."""
         position = self._end
+        with self._opened() as fd:
+            try:
+                while data:
+                    written = os.pwrite(fd, data, position)
+                    position, data = position + written, data[written:]
+                os.fsync(fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, self._end)
+                raise
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        if isinstance(self._file, int):
+            yield self._file
+            return
+        fd = os.open(self._file, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while data:
-                written = os.pwrite(self._fd, data, position)
-                position, data = position + written, data[written:]
-            os.fsync(self._fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._end)
-            raise
+            yield fd
+        finally:
+            os.close(fd)
 
     async def flush(self) -> None:
         """Waits until everything appended so far is on disk or has failed."""

@@ -34,6 +34,9 @@ _STATUS_TEXTS = {
 INTERNAL = ("internal_error", "The server failed to process the request.")
 
 
+NO_JSON = ("invalid_json", "The request body is not valid JSON in UTF-8.")
+
+
 class ApiError(HTTPException):
     """An error with everything its response needs. `message` must be a fixed text or made of numbers and
     names that the client itself sent."""
@@ -118,7 +121,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     kind = first["type"]
     if kind == "json_invalid":
-        return invalid("invalid_json", "The request body is not valid JSON.")
+        return invalid(*NO_JSON)
     location = tuple(first["loc"])
     param = _param(location)
     if param is None:

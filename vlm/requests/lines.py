@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llm.request import SamplingParams
-from preprocess.types import ImageError
-from vlm.pipeline import ChatMessage, ImageInput
-from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
+from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse, without_mark
+
+if TYPE_CHECKING:  # whoever only checks lines loads nothing of these
+    from llm.request import SamplingParams
+    from vlm.pipeline import ChatMessage, ImageInput
 
 ENDPOINT = "/v1/chat/completions"
 MAX_LINE_BYTES = 64 << 20
@@ -38,16 +38,26 @@ class BatchLine:
     is_strict: bool = True  # or holds NaN or a lone surrogate, which a request's body must not
 
 
-def iterate_lines(path: str) -> Iterator[bytes]:
-    """Lines with anything on them. An over-long line comes cut, so that memory stays bounded."""
+def placed_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """(byte where it begins, line) of lines with anything on them. An over-long line comes cut, so that
+    memory stays bounded."""
     with open(path, "rb") as file:
+        offset = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
+            length = len(line)
+            if length > MAX_LINE_BYTES:
                 while rest := file.readline(MAX_LINE_BYTES):
+                    length += len(rest)
                     if rest.endswith(b"\n"):
                         break
             if line.strip():
-                yield line
+                yield offset, line
+            offset += length
+
+
+def iterate_lines(path: str) -> Iterator[bytes]:
+    """As `placed_lines`, without the places."""
+    return (line for _, line in placed_lines(path))
 
 
 def parse_line(line: bytes, endpoint: str = ENDPOINT) -> BatchLine:
@@ -71,7 +81,6 @@ def parse_line(line: bytes, endpoint: str = ENDPOINT) -> BatchLine:
 
 def _value(line: bytes) -> tuple[Any, bool]:
     """The line's JSON, and whether it is strict: in one row of many, what isn't is that row's own fault."""
-    line = line.removeprefix(codecs.BOM_UTF8)
     try:
         return parse(line), True
     except TooManyValues:
@@ -79,7 +88,7 @@ def _value(line: bytes) -> tuple[Any, bool]:
     except ValueError:
         pass
     try:
-        return json.loads(line), False
+        return json.loads(without_mark(line)), False
     except (ValueError, RecursionError):
         raise BadLine("invalid_json_line", "The line is not valid JSON.") from None
 
@@ -98,7 +107,9 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
     from fastapi import HTTPException
     from pydantic import ValidationError
 
+    from preprocess.types import ImageError
     from vlm.config import ServeConfig
+    from vlm.pipeline import ChatMessage
     from vlm.requests.errors import ApiError
     from vlm.requests.params import check_supported, sampling_params
     from vlm.requests.schemas import ChatRequest
@@ -112,7 +123,7 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
             raise BadLine("unsupported_parameter", "'n' must be 1 here.", line.custom_id)
         params = sampling_params(request, replace(ServeConfig(), default_max_tokens=default_max_tokens))
         messages = [
-            ChatMessage(message.role, _parts(message.content, f"messages[{index}]"))
+            ChatMessage(message.role, _parts(message.content or "", f"messages[{index}]"))
             for index, message in enumerate(request.messages)
         ]
         return messages, params
@@ -130,11 +141,12 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
 
 
 def _parts(content: Any, where: str) -> tuple[str | ImageInput, ...]:
+    from vlm.pipeline import ImageInput
     from vlm.requests.media import Inline, decode_base64, parse_url
     from vlm.requests.schemas import ImageUrl
 
-    if content is None or isinstance(content, str):
-        return (content or "",)
+    if isinstance(content, str):
+        return (content,)
     parts: list[str | ImageInput] = []
     for index, part in enumerate(content):
         param = f"{where}.content[{index}]"

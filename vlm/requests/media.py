@@ -6,12 +6,14 @@ import binascii
 import re
 from dataclasses import dataclass
 
+from preprocess.probe import NO_PDF
 from vlm.requests.errors import invalid
 
 IMAGE_ID = re.compile(r"img-[0-9a-f]{32}")
 _CHUNK = 1 << 20  # base64 characters between two moments at which other threads may run; a multiple of 4
 _SPACES = re.compile(rb"[ \t\r\n]+")
-_DATA_MEDIA = ("image/", "application/octet-stream")
+_MAX_HEAD = 8192  # characters of a data: URI before its comma
+_PLAIN_BYTES = ("application/octet-stream", "binary/octet-stream", "")  # the bytes tell what they are
 
 RIGHT_SHAPE = (
     "An image is given as {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}, "
@@ -65,15 +67,29 @@ def parse_url(url: str, param: str, *, allow_urls: bool) -> Source:
 
 def _data_uri_payload(url: str, param: str) -> str:
     """RFC 2397: data:[<mediatype>][;base64],<data>."""
-    head, comma, _ = url[5:512].partition(",")
-    if not comma:
+    comma = url.find(",", 5)
+    if comma < 0:
         raise invalid("data_uri_without_comma", f"The data: URI has no comma. {RIGHT_SHAPE}", param)
+    if comma > 5 + _MAX_HEAD:
+        raise invalid(
+            "data_uri_too_long",
+            f"The data: URI has more than {_MAX_HEAD} characters before its comma. {RIGHT_SHAPE}",
+            param,
+        )
+    head = url[5:comma]
     media_type, *attributes = (field.strip().lower() for field in head.split(";"))
     if "base64" not in attributes:
         raise invalid("data_uri_without_base64", f"The data: URI is not base64. {RIGHT_SHAPE}", param)
-    if not media_type.startswith(_DATA_MEDIA):
-        raise invalid("data_uri_media_type", f"The data: URI does not hold an image. {RIGHT_SHAPE}", param)
-    return url[5 + len(head) + 1 :]
+    if media_type == "application/pdf":
+        raise invalid("data_uri_media_type", NO_PDF, param)
+    if not media_type.startswith("image/") and media_type not in _PLAIN_BYTES:
+        raise invalid(
+            "data_uri_media_type",
+            "The data: URI's media type is not accepted: it is image/*, application/octet-stream, "
+            f"binary/octet-stream or none. {RIGHT_SHAPE}",
+            param,
+        )
+    return url[comma + 1 :]
 
 
 def decode_base64(text: str, param: str) -> bytes:

@@ -53,8 +53,10 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise invalid("invalid_value", "'stream_options' needs 'stream' to be true.", "stream_options")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    max_tokens = body.max_completion_tokens or body.max_tokens
     return SamplingParams(
-        max_tokens=body.max_completion_tokens or body.max_tokens or config.default_max_tokens,
+        max_tokens=max_tokens or config.default_max_tokens,
+        fit_max_tokens=max_tokens is None,
         temperature=body.temperature or 0.0,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,

@@ -26,6 +26,12 @@ class ImageUrl(Lenient):
     )
     detail: Detail = Field("auto", description="low: one tile; high and auto: tiles by the image's size.")
 
+    @field_validator("detail", mode="before")
+    @classmethod
+    def _absent(cls, value: object) -> object:
+        """Clients send null for what they leave open."""
+        return "auto" if value is None else value
+
 
 class ContentPart(Lenient):
     type: str = Field(max_length=64, description="text or image_url")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import pydantic_core
@@ -23,6 +24,12 @@ def check_size(text: bytes) -> None:
 
 
 def parse(text: bytes) -> Any:
-    """Refuses NaN and lone surrogates too, which nothing behind it can encode. Raises ValueError."""
+    """Refuses NaN and lone surrogates too, which nothing behind it can encode; a byte order mark is passed
+    over. Raises ValueError."""
     check_size(text)
-    return pydantic_core.from_json(text, allow_inf_nan=False)
+    return pydantic_core.from_json(without_mark(text), allow_inf_nan=False)
+
+
+def without_mark(text: bytes) -> bytes:
+    """Some editors and shells begin UTF-8 with a byte order mark."""
+    return text.removeprefix(codecs.BOM_UTF8)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from workers.cluster.names import MEMORY_STORE
+
 if TYPE_CHECKING:
     import redis
 
@@ -266,7 +268,7 @@ def open_store(
     patience_s: how long a call tries again while Redis is away. prefix: of the names in Redis; each has an
     account of its own. Raises ValueError for another scheme.
     """
-    if url == "memory://":
+    if url == MEMORY_STORE:
         return MemoryBlobStore(cap_bytes)
     from workers.cluster.redis_client import connect
 

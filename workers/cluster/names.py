@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 if TYPE_CHECKING:
     import redis
 
+MEMORY_STORE = "memory://"  # a blob store of this process alone
 GENERATE_TASK = "generate.run"
 ENCODE_TASK = "encode.image"
 ENCODE_QUEUE = "encode"

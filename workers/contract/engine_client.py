@@ -16,6 +16,10 @@ class EngineUnavailable(Exception):
     """The engine is down or restarting; the same request may succeed later."""
 
 
+class EngineRefused(ValueError):
+    """The engine's settings can't work on this machine; the message names them."""
+
+
 class EngineClient(Protocol):
     """One engine behind `submit(request) -> events`.
 

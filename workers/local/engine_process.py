@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
-from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
+from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
 from workers.contract.messages import (
     FRAME_HEADER,
     event_from_json,
@@ -89,6 +89,12 @@ def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -
                 frames.send({"op": "events", "events": [event_to_json(event) for event in events]})
 
 
+def refuse(connection: socket.socket, reason: str) -> None:
+    """The child's only word where its settings can't work, instead of `serve`."""
+    with contextlib.suppress(ConnectionError, BrokenPipeError):
+        FrameSocket(connection).send({"op": "refused", "reason": reason})
+
+
 def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], payload: bytes) -> None:
     match message["op"]:
         case "submit":
@@ -138,6 +144,7 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
+        self._refusal: str | None = None
         self.restarts = 0
         self.info: dict[str, Any] = {}
 
@@ -151,13 +158,16 @@ class EngineProcess:
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails."""
+        """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails,
+        and `EngineRefused` where its settings can't work."""
         self._keeper = asyncio.create_task(self._keep_alive())
         up = asyncio.create_task(self._up.wait())
         done, _ = await asyncio.wait({up, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
         if up not in done:
             up.cancel()
             await self.close()
+            if self._refusal is not None:
+                raise EngineRefused(self._refusal)
             raise EngineUnavailable("the engine process did not start; its own message is above")
 
     async def close(self) -> None:
@@ -240,6 +250,8 @@ class EngineProcess:
             case "ready":
                 self.info = message["info"]
                 self._up.set()
+            case "refused":
+                self._refusal = message["reason"]
             case "events":
                 self._streams.feed([event_from_json(event) for event in message["events"]])
             case "reply":

@@ -17,7 +17,7 @@ from vlm.api.batches.batch_chat import ChatRows
 from vlm.api.batches.batch_runner import BatchRunner
 from vlm.api.batches.batch_store import Batch, BatchStore, Status
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import Model, errors
+from vlm.api.responses import BODY, Model, errors
 from vlm.api.service import Service, caller_of, service_of
 from vlm.api.storage.files import default_data_dir
 from vlm.requests.errors import ApiError, invalid
@@ -123,7 +123,7 @@ def _runner(request: Request) -> BatchRunner:
 @router.post(
     "/v1/batches",
     response_model=None,
-    responses={200: {"model": BatchOut}, **errors(400, 401, 404, 408, 413, 429, 431, 503)},
+    responses={200: {"model": BatchOut}, **errors(*BODY, 404)},
 )
 async def create_batch(body: BatchRequest, request: Request) -> JSONResponse:
     """Runs the requests of a file; rows are written as they are done, in no particular order."""
@@ -200,7 +200,7 @@ async def get_batch(batch_id: str, request: Request) -> JSONResponse:
 @router.post(
     "/v1/batches/{batch_id}/cancel",
     response_model=None,
-    responses={200: {"model": BatchOut}, **errors(400, 401, 404, 408, 409, 413, 429, 431)},
+    responses={200: {"model": BatchOut}, **errors(400, 401, 404, 408, 409, 413, 415, 429, 431)},
 )
 async def cancel_batch(batch_id: str, request: Request) -> JSONResponse:
     """Ends a batch early; rows that are done are kept. Cancelling twice is fine."""

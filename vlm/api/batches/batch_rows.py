@@ -1,23 +1,24 @@
-"""Rows of a batch: reading its input, checking it, and the lines of its output."""
+"""Rows of a batch that runs: reading its input, and the lines of its output."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm.api.batches.batch_store import LineError
+import pydantic_core
+
+from vlm.api.batches.batch_check import Place, all_places, read_places
+from vlm.api.batches.batch_store import ERRORS, INDEX, OUTPUT
 from vlm.requests.durable import DurableLog
 from vlm.requests.errors import error_body
-from vlm.requests.lines import BadLine, BatchLine, iterate_lines, parse_line
+from vlm.requests.lines import BatchLine, parse_line
 
-MAX_ROWS = 50_000
-MAX_REPORTED_ERRORS = 100
 EXPIRED = ("batch_expired", "This request was not run before the batch's completion window ended.")
 
 
@@ -42,38 +43,11 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-def validate(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
-    """(number of rows, what is wrong with the file). A body that can't be run is that row's error, not the
-    file's. Blocking."""
-    seen: set[str] = set()
-    errors: list[LineError] = []
-    total = 0
-    for number, line in enumerate(iterate_lines(str(path)), 1):
-        total = number
-        if number > MAX_ROWS:
-            return total, [LineError("too_many_lines", f"A batch has at most {MAX_ROWS} lines.", None)]
-        try:
-            custom_id = parse_line(line, endpoint).custom_id
-            if custom_id in seen:
-                errors.append(
-                    LineError("duplicate_custom_id", "The custom_id was used before.", number, "custom_id")
-                )
-            seen.add(custom_id)
-        except BadLine as error:
-            errors.append(LineError(error.code, error.message, number))
-        if len(errors) >= MAX_REPORTED_ERRORS:
-            break
-    if not total:
-        errors.append(LineError("empty_file", "The input file has no lines.", None))
-    return total, errors
-
-
-def rows(path: Path, endpoint: str, done: set[str]) -> Iterator[BatchLine]:
-    """The rows of a valid file that are not done yet. Blocking."""
-    for line in iterate_lines(str(path)):
-        row = parse_line(line, endpoint)
-        if row.custom_id not in done:
-            yield row
+def read_row(path: Path, place: Place, endpoint: str) -> BatchLine:
+    """A row of a checked input. Blocking."""
+    with path.open("rb") as file:
+        file.seek(place.offset)
+        return parse_line(file.read(place.length), endpoint)
 
 
 def encode_row(custom_id: str, result: RowResult) -> bytes:
@@ -99,50 +73,87 @@ def _line(custom_id: str, response: dict[str, Any] | None, error: dict[str, Any]
 
 
 class RowFile:
-    """An output or error file of a running batch. Opening it cuts off a line that a kill tore."""
+    """An output or error file of a running batch. It is open only while it is written to: those of all
+    batches would use up the process's descriptors."""
 
-    def __init__(self, path: Path) -> None:
-        """Blocking. Raises OSError."""
-        self.done: set[str] = set()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            end = self._read_done()
-            os.ftruncate(self._fd, end)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._log = DurableLog(self._fd, end)
+    def __init__(self, log: DurableLog, done: bytearray, count: int) -> None:
+        self._log = log
+        self._done = done
+        self.count = count  # of its rows
 
-    def _read_done(self) -> int:
-        """Where the whole lines end."""
-        end = 0
-        with open(self._fd, "rb", closefd=False) as lines:
-            for line in lines:
-                custom_id = _custom_id(line)
-                if custom_id is None:
-                    break
-                self.done.add(custom_id)
-                end += len(line)
-        return end
+    async def append(self, lines: bytes, rows: Iterable[int]) -> None:
+        """Returns when the lines are on disk; `rows`, by number, are done then, also if the caller was
+        cancelled."""
 
-    async def append(self, lines: bytes, custom_ids: Iterable[str]) -> None:
-        """Returns when the lines are on disk; they are `done` then, also if the caller was cancelled."""
-        await self._log.append(lines, lambda offset: self.done.update(custom_ids))
+        def written(offset: int) -> None:
+            for row in rows:
+                self._done[row] = 1
+                self.count += 1
+
+        await self._log.append(lines, written)
 
     async def flush(self) -> None:
-        """After it `done` is what is on disk, as long as nobody appends."""
+        """After it what is done is what is on disk, as long as nobody appends."""
         await self._log.flush()
 
-    async def close(self) -> None:
-        await self.flush()
-        os.close(self._fd)
+
+class RowBook:
+    """Which rows of a batch are done, and the files that say so."""
+
+    def __init__(self, folder: Path, total: int) -> None:
+        """Reads the files and cuts off lines that a kill tore. Blocking. Raises OSError."""
+        self._index = folder / INDEX
+        self._done = bytearray(total)
+        answered, failed = _whole_lines(folder / OUTPUT), _whole_lines(folder / ERRORS)
+        for place in all_places(self._index):
+            if place.custom_id in answered.custom_ids or place.custom_id in failed.custom_ids:
+                self._done[place.number] = 1
+        self.output, self.errors = (
+            RowFile(DurableLog(path, found.end), self._done, len(found.custom_ids))
+            for path, found in ((folder / OUTPUT, answered), (folder / ERRORS, failed))
+        )
+
+    async def left(self) -> AsyncIterator[list[Place]]:
+        """The rows that are not done, some at a time, in their order."""
+        start = number = 0
+        while True:
+            places, start = await asyncio.to_thread(read_places, self._index, start, number)
+            if not places:
+                return
+            number += len(places)
+            yield [place for place in places if not self._done[place.number]]
+
+    async def flush(self) -> None:
+        await self.output.flush()
+        await self.errors.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    custom_ids: set[str]
+    end: int  # of the whole lines, bytes
+
+
+def _whole_lines(path: Path) -> _Found:
+    """Makes the file where there is none, and cuts it off where its whole lines end."""
+    custom_ids: set[str] = set()
+    end = 0
+    with path.open("a+b") as lines:
+        lines.seek(0)
+        for line in lines:
+            custom_id = _custom_id(line)
+            if custom_id is None:
+                break
+            custom_ids.add(custom_id)
+            end += len(line)
+        lines.truncate(end)
+    return _Found(custom_ids, end)
 
 
 def _custom_id(line: bytes) -> str | None:
-    if not line.endswith(b"\n"):
-        return None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(line)["custom_id"])
+    if line.endswith(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(pydantic_core.from_json(line)["custom_id"])  # parses in a third of the time of `json`
     return None
 
 

@@ -15,25 +15,26 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vlm.api.batches.batch_check import LineError, Place, check
 from vlm.api.batches.batch_rows import (
-    RowFile,
+    RowBook,
     RowResult,
     count_lines,
     encode_expired,
     encode_row,
     error_result,
-    rows,
-    validate,
+    read_row,
 )
-from vlm.api.batches.batch_store import ERRORS, INPUT, OUTPUT, Batch, BatchStore, LineError, Status
+from vlm.api.batches.batch_store import ERRORS, INDEX, INPUT, OUTPUT, Batch, BatchStore, Status
+from vlm.api.batches.row_turns import RowTurns
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
-from vlm.requests.lines import NOT_STRICT, BatchLine
+from vlm.requests.lines import NOT_STRICT
 
 log = logging.getLogger(__name__)
 
-WINDOW = 24  # rows under way, of all batches: what the engine runs together, and half more
-MAX_RUNNING = 4  # batches that take turns
+WINDOW = 24  # rows under way, of one key's batches: what the engine runs together, and half more
+SPARE = 4  # more of them, for other keys
 LOCK_RETRY_S = 1.0
 FAULT_RETRY_S = 5.0
 POLL_S = 1.0
@@ -51,6 +52,9 @@ class _Live:
     completed: int = 0
     failed: int = 0
 
+    def counted(self, book: RowBook) -> None:
+        self.completed, self.failed = book.output.count, book.errors.count
+
 
 class BatchRunner:
     def __init__(
@@ -66,8 +70,8 @@ class BatchRunner:
         self._files = files
         self._run_row = run_row
         self._clock = clock
-        self._slots = asyncio.Semaphore(window)
-        self._turns = asyncio.Semaphore(MAX_RUNNING)
+        self._turns = RowTurns(window, SPARE)
+        self._checks = RowTurns(1, 1)  # inputs that are checked at once
         self._live: dict[str, _Live] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -159,46 +163,32 @@ class BatchRunner:
     async def _steps(self, live: _Live) -> None:
         if self.store.cancel_asked(live.batch):
             live.cancelled.set()
-        if live.batch.status == "validating":
-            path = self.store.folder(live.batch) / INPUT
-            total, errors = await asyncio.to_thread(validate, path, live.batch.endpoint)
+        checked = (self.store.folder(live.batch) / INDEX).exists()
+        if live.batch.status == "validating" or (live.batch.status == "in_progress" and not checked):
+            total, errors = await self._check(live.batch)
             if errors:
                 await self._save(live, "failed", errors=tuple(errors), failed_at=self._now())
                 await asyncio.to_thread(self.store.forget_rows, live.batch)
                 return
-            await self._save(live, "in_progress", total=total, in_progress_at=self._now())
+            begun_at = live.batch.in_progress_at or self._now()
+            await self._save(live, "in_progress", total=total, in_progress_at=begun_at)
         if live.batch.status == "in_progress":
             ends_as = await self._run_rows(live)
             more = {"cancelling_at": self._now()} if ends_as == "cancelled" else {}
             await self._save(live, "finalizing", ends_as=ends_as, finalizing_at=self._now(), **more)
         await self._publish(live)
 
-    async def _run_rows(self, live: _Live) -> Status:
-        """How the batch ends: completed, cancelled or expired. Files are open only in its turn: those of all
-        that wait would use up the process's descriptors."""
-        folder = self.store.folder(live.batch)
-        stop = asyncio.create_task(self._stop(live))
-        turn = asyncio.create_task(self._turns.acquire())
-        try:
-            await asyncio.wait({turn, stop}, return_when=asyncio.FIRST_COMPLETED)
-            async with contextlib.AsyncExitStack() as files:
-                output = await asyncio.to_thread(RowFile, folder / OUTPUT)
-                files.push_async_callback(output.close)
-                errors = await asyncio.to_thread(RowFile, folder / ERRORS)
-                files.push_async_callback(errors.close)
-                return await self._run_opened(live, stop, output, errors)
-        finally:
-            for task in (turn, stop):
-                task.cancel()
-            await asyncio.gather(turn, stop, return_exceptions=True)
-            if not turn.cancelled():
-                self._turns.release()
+    async def _check(self, batch: Batch) -> tuple[int, list[LineError]]:
+        folder = self.store.folder(batch)
+        async with self._checks.turn(batch.caller, batch.id):
+            return await check(folder / INPUT, batch.endpoint, folder / INDEX)
 
-    async def _run_opened(
-        self, live: _Live, stop: asyncio.Task[Status], output: RowFile, errors: RowFile
-    ) -> Status:
-        live.completed, live.failed = len(output.done), len(errors.done)
-        work = asyncio.create_task(self._feed(live, output, errors))
+    async def _run_rows(self, live: _Live) -> Status:
+        """How the batch ends: completed, cancelled or expired."""
+        book = await asyncio.to_thread(RowBook, self.store.folder(live.batch), live.batch.total)
+        live.counted(book)
+        stop = asyncio.create_task(self._stop(live))
+        work = asyncio.create_task(self._feed(live, book))
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -207,19 +197,18 @@ class BatchRunner:
             if not work.cancelled():
                 work.result()
                 return "completed"
-            await output.flush()  # rows that were being written when their task was cancelled
-            await errors.flush()
+            await book.flush()  # rows that were being written when their task was cancelled
             if (ends_as := stop.result()) == "expired":
-                await self._expire_rest(live, output, errors)
+                await self._expire_rest(book)
             return ends_as
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            await output.flush()
-            await errors.flush()
-            live.completed, live.failed = len(output.done), len(errors.done)
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+            await book.flush()
+            live.counted(book)
 
     async def _stop(self, live: _Live) -> Status:
         """Why to stop. Polls: Unix time may be set, and another process may have been asked to cancel."""
@@ -230,40 +219,33 @@ class BatchRunner:
                 return "cancelled"
         return "expired"
 
-    async def _feed(self, live: _Live, output: RowFile, errors: RowFile) -> None:
+    async def _feed(self, live: _Live, book: RowBook) -> None:
         batch = live.batch
-        done = output.done | errors.done
-        left = rows(self.store.folder(batch) / INPUT, batch.endpoint, done)
         async with asyncio.TaskGroup() as group:
-            while True:
-                await self._slots.acquire()
-                try:
-                    row = await asyncio.to_thread(next, left, None)
-                except BaseException:
-                    self._slots.release()
-                    raise
-                if row is None:
-                    self._slots.release()
-                    return
-                task = group.create_task(self._row(live, row, output, errors))
-                # not in the row itself: a task that is cancelled before it begins runs no line of it
-                task.add_done_callback(lambda _: self._slots.release())
+            async for places in book.left():
+                for place in places:
+                    await self._turns.acquire(batch.caller, batch.id)
+                    task = group.create_task(self._row(live, place, book))
+                    # not in the row itself: a task that is cancelled before it begins runs no line of it
+                    task.add_done_callback(lambda _: self._turns.release(batch.caller, batch.id))
 
-    async def _row(self, live: _Live, row: BatchLine, output: RowFile, errors: RowFile) -> None:
-        caller = Caller(live.batch.caller, live.batch.namespace)
+    async def _row(self, live: _Live, place: Place, book: RowBook) -> None:
+        batch = live.batch
+        row = await asyncio.to_thread(read_row, self.store.folder(batch) / INPUT, place, batch.endpoint)
         if row.is_strict:
-            result = await self._run_row(caller, row.body, float(live.batch.expires_at))
+            caller = Caller(batch.caller, batch.namespace)
+            result = await self._run_row(caller, row.body, float(batch.expires_at))
         else:
             result = error_result(400, *NOT_STRICT)
-        target = output if result.is_answer else errors
-        await target.append(await asyncio.to_thread(encode_row, row.custom_id, result), (row.custom_id,))
-        live.completed, live.failed = len(output.done), len(errors.done)
+        target = book.output if result.is_answer else book.errors
+        await target.append(await asyncio.to_thread(encode_row, row.custom_id, result), (place.number,))
+        live.counted(book)
 
-    async def _expire_rest(self, live: _Live, output: RowFile, errors: RowFile) -> None:
-        left = rows(self.store.folder(live.batch) / INPUT, live.batch.endpoint, output.done | errors.done)
-        while chunk := await asyncio.to_thread(_take, left, 1000):
-            ids = [row.custom_id for row in chunk]
-            await errors.append(b"".join(map(encode_expired, ids)), ids)
+    async def _expire_rest(self, book: RowBook) -> None:
+        async for places in book.left():
+            if places:
+                lines = b"".join(encode_expired(place.custom_id) for place in places)
+                await book.errors.append(lines, [place.number for place in places])
 
     async def _publish(self, live: _Live) -> None:
         """Idempotent: rows are linked into the file store, and forgotten once the state names them."""
@@ -285,7 +267,3 @@ class BatchRunner:
         os.link(path, link)
         filename = f"{batch.id}_{'output' if name == OUTPUT else 'error'}.jsonl"
         return self._files.adopt(batch.namespace, filename, "batch_output", link).id
-
-
-def _take(iterator: Any, count: int) -> list[BatchLine]:
-    return [row for _, row in zip(range(count), iterator, strict=False)]

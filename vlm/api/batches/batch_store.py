@@ -3,6 +3,7 @@
 <data dir>/batches/<namespace>/<batch id>/
     state.json     what clients see; renamed into place at each change of status
     input.jsonl    a link to the input file, so that deleting that one does no harm
+    index.jsonl    where the rows of a valid input lie, one line each
     output.jsonl   answered rows          errors.jsonl   failed rows
     cancel         present once cancelling was asked for
 """
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from vlm.api.batches.batch_check import LineError
 from vlm.requests.durable import make_folder, sync_folder
 from vlm.requests.errors import ApiError
 
@@ -31,17 +33,7 @@ Status = Literal[
 ]
 FINAL: frozenset[Status] = frozenset(("failed", "completed", "expired", "cancelled"))
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
-INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class LineError:
-    """Why a batch failed validation. `line` counts from 1; None means the file as a whole."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
+INPUT, INDEX, OUTPUT, ERRORS = "input.jsonl", "index.jsonl", "output.jsonl", "errors.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +177,7 @@ class BatchStore:
 
     def forget_rows(self, batch: Batch) -> None:
         """After its files were published and its state says so."""
-        for name in (INPUT, OUTPUT, ERRORS):
+        for name in (INPUT, INDEX, OUTPUT, ERRORS):
             (self.folder(batch) / name).unlink(missing_ok=True)
 
     def exists(self) -> bool:

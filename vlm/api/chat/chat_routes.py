@@ -9,7 +9,7 @@ from vlm.api.chat.completion import chunks, completion
 from vlm.api.chat.generate import admit
 from vlm.api.chat.streaming import EventStream, until_disconnect
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import ChatCompletion, errors
+from vlm.api.responses import BODY, ChatCompletion, errors
 from vlm.api.service import caller_of, service_of
 from vlm.requests.errors import ApiError
 from vlm.requests.schemas import ChatRequest
@@ -26,7 +26,7 @@ router = APIRouter(route_class=ServiceRoute)
             "description": "The answer; with `stream`, server-sent chunks of it.",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         },
-        **errors(400, 401, 404, 408, 413, 429, 431, 503),
+        **errors(*BODY, 404),
     },
 )
 async def chat_completions(body: ChatRequest, request: Request) -> Response:

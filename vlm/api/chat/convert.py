@@ -46,9 +46,12 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
             )
         role = "system" if message.role == "developer" else message.role
         content = message.content
-        if content is None or isinstance(content, str):
-            drafts.append(DraftMessage(role, (content,) if content else ()))
+        if content is None or isinstance(content, str) or (role == "assistant" and not content):
+            drafts.append(DraftMessage(role, (str(content or ""),)))  # an answer may have been empty
             continue
+        if not content:
+            place = f"messages[{i}].content"
+            raise invalid("invalid_value", f"Invalid value for '{place}': the list of parts is empty.", place)
         parts: list[str | ImageRef] = []
         for j, part in enumerate(content):
             parsed = _part(service, part, f"messages[{i}].content[{j}]")
@@ -61,8 +64,8 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
                     "messages",
                 )
         drafts.append(DraftMessage(role, tuple(parts)))
-    if not any(message.content for message in drafts):
-        raise invalid("invalid_value", "The messages are empty.", "messages")
+    if not any(part for message in drafts for part in message.content):
+        raise invalid("invalid_value", "The messages hold no text and no image.", "messages")
     return drafts
 
 
@@ -95,7 +98,8 @@ def _part(service: Service, part: ContentPart, place: str) -> str | ImageRef:
         case "file" | "input_file":
             raise invalid(
                 "unsupported_content_part",
-                "Files are not accepted as content. Send a document's pages as images.",
+                "Files are not accepted as content. Send a document's pages as images; `vlm caption` reads "
+                "PDFs themselves.",
                 f"{place}.type",
             )
         case _:

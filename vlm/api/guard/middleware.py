@@ -11,6 +11,7 @@ import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm.api.observe.logs import request_id as current_request_id
@@ -90,6 +91,36 @@ def too_large(cap: int) -> ApiError:
     )
 
 
+def encoded() -> ApiError:
+    return ApiError(
+        415,
+        "unsupported_content_encoding",
+        "Compressed request bodies are not supported: send the body without a content-encoding.",
+        headers={**_CLOSE, "accept-encoding": "identity"},
+    )
+
+
+class PrefixMiddleware:
+    """Requests come with the prefix or without it, as a proxy passes it on or cuts it off; behind this
+    middleware it is always there."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        prefix, path = self._root_path, scope["path"]
+        if path == prefix:  # the page's own addresses are relative to a folder
+            await RedirectResponse(f"{prefix}/")(scope, receive, send)
+            return
+        if not path.startswith(f"{prefix}/"):
+            path = prefix + path
+        await self._app({**scope, "root_path": prefix, "path": path}, receive, send)
+
+
 class ServiceMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -110,7 +141,7 @@ class ServiceMiddleware:
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         current_request_id.set(request_id)
-        cap = self._body_cap(scope["path"])
+        cap = self._body_cap(scope["path"].removeprefix(scope.get("root_path", "")))
         guard = BodyGuard(receive, self._service, cap)
         started = time.monotonic()
         status = 0
@@ -128,6 +159,8 @@ class ServiceMiddleware:
         try:
             if len(scope["headers"]) > MAX_HEADERS:
                 raise ApiError(431, "too_many_headers", "The request has too many headers.", headers=_CLOSE)
+            if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+                await guard.refuse(encoded())
             length = headers.get("content-length", "")
             if length.isdecimal() and (len(length) > 18 or int(length) > cap):
                 await guard.refuse(too_large(cap))

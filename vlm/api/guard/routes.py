@@ -39,6 +39,18 @@ def parse_json(body: bytes) -> Any:
         raise json.JSONDecodeError("invalid", "", 0) from None
 
 
+def _check_type(content_type: str) -> None:
+    """A page of any site may send a browser's other types here without asking. Raises ApiError 415."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        given = "has no content-type" if not kind else "has another content-type"
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            f"The request {given}: its body is JSON, sent with 'content-type: application/json'.",
+        )
+
+
 class ServiceRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
@@ -62,6 +74,7 @@ class ServiceRoute(APIRoute):
         handler = super().get_route_handler()
         is_open = bool(self.openapi_extra) and (self.openapi_extra or {}).get("security") == []
         limited = "POST" in (self.methods or ())
+        takes_json = self.body_field is not None
 
         async def handle(request: Request) -> Response:
             service = service_of(request)
@@ -73,6 +86,8 @@ class ServiceRoute(APIRoute):
                     per_minute = key.requests_per_minute
                 if limited:
                     service.limiter.take(caller.name, per_minute)
+            if takes_json:
+                _check_type(request.headers.get("content-type", ""))
             return await handler(ServiceRequest(request.scope, request.receive))
 
         return handle

@@ -1,13 +1,14 @@
 // The playground: uploads an image once, draws its tiles, streams answers, tells what each one cost.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const BASE = new URL("..", import.meta.url); // where the server lies, under whatever path a proxy shows it
 
 const state = { key: sessionStorage.getItem("key") ?? "", model: null, file: null, image: null, cost: null, busy: null, times: { cold: null, warm: [] } };
 
 async function call(path, options = {}) {
   const headers = { ...(options.headers ?? {}) };
   if (state.key) headers.authorization = `Bearer ${state.key}`;
-  const response = await fetch(path, { ...options, headers });
+  const response = await fetch(new URL(path, BASE), { ...options, headers });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const error = new Error(body?.error?.message ?? `The server answered ${response.status}.`);
@@ -35,7 +36,7 @@ const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.
 
 async function connect() {
   try {
-    const models = await (await call("/v1/models")).json();
+    const models = await (await call("v1/models")).json();
     state.model = models.data[0].id;
     $("model").textContent = state.model;
     $("key-form").hidden = true;
@@ -48,7 +49,7 @@ async function connect() {
 }
 
 async function look() {
-  const ready = await fetch("/health/ready").then((r) => r.ok, () => false);
+  const ready = await fetch(new URL("health/ready", BASE)).then((r) => r.ok, () => false);
   $("light").className = `light ${ready ? "ready" : "down"}`;
   $("light").title = ready ? "The server is ready" : "The server is not ready";
 }
@@ -82,7 +83,7 @@ async function choose(file) {
 }
 
 async function upload(file) {
-  const response = await call("/v1/images", { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } });
+  const response = await call("v1/images", { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } });
   return response.json();
 }
 
@@ -97,7 +98,7 @@ const messages = (question) => [
 ];
 
 async function estimate() {
-  const cost = await (await postJson("/v1/estimate", { messages: messages("?") })).json();
+  const cost = await (await postJson("v1/estimate", { messages: messages("?") })).json();
   const image = cost.images[0];
   const perTile = image.image_tokens / image.tiles;
   const { rows, cols, thumbnail } = image.grid;
@@ -208,11 +209,11 @@ async function ask(question) {
 async function open(question) {
   const body = { model: state.model, messages: messages(question), stream: true, stream_options: { include_usage: true } };
   try {
-    return await postJson("/v1/chat/completions", body, { signal: state.busy.signal });
+    return await postJson("v1/chat/completions", body, { signal: state.busy.signal });
   } catch (error) {
     if (error.code !== "image_not_found") throw error;
     state.image = await upload(state.file); // the server forgot it: send it again
-    return postJson("/v1/chat/completions", { ...body, messages: messages(question) }, { signal: state.busy.signal });
+    return postJson("v1/chat/completions", { ...body, messages: messages(question) }, { signal: state.busy.signal });
   }
 }
 

@@ -13,34 +13,19 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import httpx
 
+from vlm.api.storage.addresses import Address, public_address
 from vlm.requests.errors import ApiError, invalid
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 MAX_REDIRECTS = 3
 MAX_URL_CHARS = 2048
+MAX_PORT = 65535
 _PARALLEL = 8
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
-_IPV4_COMPATIBLE = ipaddress.ip_network("::/96")
-
-
-def public_address(address: Address) -> bool:
-    """Reachable for anyone on the internet, also where an IPv6 address wraps an IPv4 one."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return public_address(address.ipv4_mapped)
-        if address.sixtofour is not None:
-            return public_address(address.sixtofour)
-        if address in _NAT64:
-            return public_address(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if address.teredo is not None or address in _NAT64_LOCAL or address in _IPV4_COMPATIBLE:
-            return False
-    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -64,13 +49,18 @@ class Fetcher:
         *,
         resolver: Resolver = resolve,
         is_allowed: Callable[[Address], bool] = public_address,
-        verify: ssl.SSLContext | bool = True,
+        verify: ssl.SSLContext | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         self._resolver = resolver
         self._is_allowed = is_allowed
         self._verify = verify
         self._slots = asyncio.Semaphore(_PARALLEL)
+
+    @cached_property
+    def _trusted(self) -> ssl.SSLContext:
+        """The system's authorities, read when the first URL is fetched: it takes tens of milliseconds."""
+        return self._verify or httpx.create_ssl_context(trust_env=False)
 
     async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
         """The bytes, whatever they claim to be. Raises ApiError 400, naming no address."""
@@ -79,12 +69,12 @@ class Fetcher:
                 return await self._follow(url, max_bytes, param)
         except TimeoutError:
             raise invalid("url_timeout", "The image's URL did not answer in time.", param) from None
-        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError):
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError, ArithmeticError):
             raise invalid("url_fetch_failed", "The image's URL could not be fetched.", param) from None
 
     async def _follow(self, url: str, max_bytes: int, param: str) -> bytes:
         timeout = httpx.Timeout(self._deadline_s)
-        async with httpx.AsyncClient(trust_env=False, timeout=timeout, verify=self._verify) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout, verify=self._trusted) as client:
             for _ in range(MAX_REDIRECTS + 1):
                 target = await self._check(url, param)
                 request = client.build_request(
@@ -114,7 +104,9 @@ class Fetcher:
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
             raise blocked(param)
-        port = parsed.port or (443 if parsed.scheme == "https" else 80)
+        port = {"http": 80, "https": 443}[parsed.scheme] if parsed.port is None else parsed.port
+        if not 0 < port <= MAX_PORT:
+            raise invalid("invalid_image_url", f"A URL's port is 1 to {MAX_PORT}.", param)
         addresses = await self._resolver(parsed.host, port)
         # one bad address is enough: names that point at both are made to slip through
         if not addresses or not all(self._is_allowed(ipaddress.ip_address(a)) for a in addresses):

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import Deleted, FileList, FileOut, errors
+from vlm.api.responses import BODY, Deleted, FileList, FileOut, errors
 from vlm.api.service import caller_of, service_of
 from vlm.api.storage.files import StoredFile, check_purpose
 from vlm.requests.errors import ApiError, invalid
@@ -41,7 +41,7 @@ def _out(file: StoredFile) -> FileOut:
     return FileOut(**asdict(file))
 
 
-@router.post("/v1/files", openapi_extra=_FORM, responses=errors(400, 401, 408, 413, 415, 429, 431, 503))
+@router.post("/v1/files", openapi_extra=_FORM, responses=errors(*BODY))
 async def upload(request: Request) -> FileOut:
     """Stores a file: requests of a batch (JSON lines), or anything to keep."""
     service = service_of(request)

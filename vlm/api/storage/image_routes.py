@@ -12,11 +12,11 @@ from starlette.datastructures import UploadFile
 from preprocess.types import ImageError
 from vlm.api.costs import grid_out
 from vlm.api.guard.routes import ServiceRequest, ServiceRoute
-from vlm.api.responses import Deleted, StoredImage, errors
+from vlm.api.responses import BODY, Deleted, StoredImage, errors
 from vlm.api.service import Service, caller_of, service_of
 from vlm.api.storage.image_store import Entry, image_id
 from vlm.pipeline import ImageInput, PlannedImage
-from vlm.requests.errors import ApiError, invalid
+from vlm.requests.errors import NO_JSON, ApiError, invalid
 from vlm.requests.media import Inline, check_base64_size, decode_base64, parse_url
 from vlm.requests.schemas import ImageUpload
 
@@ -81,7 +81,7 @@ async def _uploaded(request: Request, service: Service) -> tuple[bytes, str | No
         except ValidationError:
             raise invalid("invalid_value", "Give {'image': 'data:image/png;base64,...'}.", "image") from None
         except ValueError:
-            raise invalid("invalid_json", "The request body is not valid JSON.") from None
+            raise invalid(*NO_JSON) from None
         source = parse_url(body.image, "image", allow_urls=False)
         if not isinstance(source, Inline):
             raise invalid("invalid_image_url", "An upload takes a data: URI.", "image")
@@ -97,9 +97,7 @@ async def _uploaded(request: Request, service: Service) -> tuple[bytes, str | No
     )
 
 
-@router.post(
-    "/v1/images", openapi_extra=_BODIES, responses=errors(400, 401, 408, 409, 413, 415, 429, 431, 503)
-)
+@router.post("/v1/images", openapi_extra=_BODIES, responses=errors(*BODY, 409))
 async def upload(request: Request) -> StoredImage:
     """Nothing is decoded; the id then stands for the image as an `image_url.url`."""
     service, caller = service_of(request), caller_of(request)

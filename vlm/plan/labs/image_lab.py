@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from encoder.geometry import TowerShape, VisionGeometry
@@ -33,7 +33,8 @@ class ImageCost:
     tiles: int
     patch_tokens: int
     visual_tokens: int
-    kv_bytes: int  # of the visual tokens
+    prompt_tokens: int  # with the markers that the prompt's form adds
+    kv_bytes: int  # of them, in whole blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +89,6 @@ def encode_time(
     )
 
 
-def cost_of_grid(
-    size: tuple[int, int],
-    tiles: TileGrid,
-    geometry: VisionGeometry,
-    decoder: DecoderShape,
-    kv_element_bytes: float = 2,
-) -> ImageCost:
-    visual = geometry.num_visual_tokens(tiles.num_tiles)
-    return ImageCost(
-        width=size[0],
-        height=size[1],
-        rows=tiles.rows,
-        cols=tiles.cols,
-        tiles=tiles.num_tiles,
-        patch_tokens=geometry.num_patches(tiles.num_tiles),
-        visual_tokens=visual,
-        kv_bytes=kv_bytes(decoder, visual, kv_element_bytes),
-    )
-
-
 def costs_of_images(
     sizes: Sequence[tuple[int, int]],
     rule: TilingRule,
@@ -115,12 +96,32 @@ def costs_of_images(
     decoder: DecoderShape,
     detail: Detail = "auto",
     kv_element_bytes: float = 2,
+    markers: Callable[[TileGrid], int] = lambda grid: 0,
+    block_size: int = 1,
 ) -> tuple[ImageCost, ...]:
-    """`sizes` are (width, height) after EXIF orientation, as the header probe gives them."""
-    return tuple(
-        cost_of_grid(size, rule.grid(*size, detail), tower.geometry, decoder, kv_element_bytes)
-        for size in sizes
-    )
+    """`sizes` are (width, height) after EXIF orientation, as the header probe gives them.
+
+    `markers`: tokens that the prompt's form adds around an image's tiles.
+    """
+    costs = []
+    for width, height in sizes:
+        tiles = rule.grid(width, height, detail)
+        visual = tower.geometry.num_visual_tokens(tiles.num_tiles)
+        prompt = visual + markers(tiles)
+        costs.append(
+            ImageCost(
+                width=width,
+                height=height,
+                rows=tiles.rows,
+                cols=tiles.cols,
+                tiles=tiles.num_tiles,
+                patch_tokens=tower.geometry.num_patches(tiles.num_tiles),
+                visual_tokens=visual,
+                prompt_tokens=prompt,
+                kv_bytes=kv_bytes(decoder, prompt, kv_element_bytes, block_size),
+            )
+        )
+    return tuple(costs)
 
 
 def plan_image(
@@ -213,8 +214,9 @@ def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
             f"{c.rows}x{c.cols}",
             str(c.tiles),
             f"{c.visual_tokens:,}",
+            f"{c.prompt_tokens:,}",
             f"{c.kv_bytes:,}",
         )
         for c in plan.per_image
     ]
-    return text + "\n" + grid(("image", "grid", "tiles", "visual tokens", "KV bytes"), table)
+    return text + "\n" + grid(("image", "grid", "tiles", "visual tokens", "prompt", "KV bytes"), table)

@@ -19,7 +19,7 @@ from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
 from workers.cluster.ledger import Outcome, WorkLedger
 from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, EncodeJob, age_s
-from workers.cluster.redis_client import connect
+from workers.cluster.redis_client import check_access, connect
 from workers.cluster.registry import About, HeartbeatThread, Registry
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
 from workers.cluster.worker.tasks import Heartbeat
@@ -189,7 +189,8 @@ def run(
     stall_s: float = STALL_S,
 ) -> None:
     """Serves until SIGTERM (finishes what it has) or SIGINT; ends with 1 when the encoder crashes or makes no
-    progress for `stall_s`. Raises ValueError for non-Redis URLs."""
+    progress for `stall_s`. Raises ValueError for a Redis of no use."""
+    check_access(broker=broker, store=store)
     app = make_app(broker)
     client = connect(store, _PATIENCE_S)
     blobs, ledger = open_store(store, patience_s=_PATIENCE_S), WorkLedger(client, ENCODE_QUEUE)

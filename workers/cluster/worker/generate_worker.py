@@ -10,6 +10,7 @@ from celery.signals import worker_shutting_down
 
 from workers.cluster.celery_app import default_name, make_app, passing_queue, thread_worker
 from workers.cluster.names import GENERATE_TASK, GenerateJob, generate_queue
+from workers.cluster.redis_client import check_access
 from workers.cluster.worker.replica import Replica
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import STALL_S, Progress
@@ -26,11 +27,12 @@ def run(
     stall_s: float = STALL_S,
 ) -> None:
     """Serves until SIGTERM (finishes what it has) or SIGINT; ends with 1 when the engine crashes or makes no
-    progress for `stall_s`. Raises ValueError for non-Redis URLs.
+    progress for `stall_s`. Raises ValueError for a Redis of no use.
 
     name: of the replica, and of its queue `generate.NAME`; unique among those alive.
     """
     name = name or default_name()
+    check_access(broker=broker, store=store)
     app = make_app(broker)
     replica = Replica(name, store, make_runner, on_crash=lambda: os._exit(1), stall_s=stall_s)
 
