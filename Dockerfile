@@ -24,6 +24,9 @@ USER vlm
 ENTRYPOINT ["vlm", "worker", "preprocess"]
 
 FROM base AS full
+# `vlm caption` draws PDFs: fonts for text whose own fonts are not embedded, Chinese, Japanese and Korean included
+RUN apt-get update && apt-get install -y --no-install-recommends fonts-dejavu-core fonts-wqy-microhei \
+    && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir -c constraints.txt .
 RUN useradd --create-home vlm
 USER vlm

@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 DEBIAN_PACKAGES := gcc g++ libc6-dev python3-dev python3-venv libjpeg-dev zlib1g-dev libwebp-dev libtiff-dev libfreetype-dev \
-	fonts-dejavu-core redis-server chromium
+	fonts-dejavu-core fonts-wqy-microhei redis-server chromium
 
 .PHONY: demo test test-all lint env system clean
 

@@ -173,3 +173,9 @@ def test_preprocess_worker_starts_with_the_packages_of_its_image() -> None:
 def test_the_preprocess_image_never_installs_torch() -> None:
     text = " ".join(rest for word, rest in stages()["preprocess"] if word == "RUN")
     assert "torch" not in text and "--no-deps" in text
+
+
+def test_the_image_that_draws_pdfs_has_fonts_for_text_that_brings_none() -> None:
+    """`vlm caption` runs in `full`; of the scripts of East Asia pdfium draws nothing without a font."""
+    packages = {word for kind, rest in stages()["full"] if kind == "RUN" for word in rest.split()}
+    assert {"fonts-dejavu-core", "fonts-wqy-microhei"} <= packages

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 from typing import Any
 
-from preprocess.pages import PageLimits, command
+from preprocess.pages import DrawnPage, PageLimits, command
 from preprocess.types import ImageError
 
 _START_TIMEOUT_S = 60.0
@@ -36,6 +37,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=1 << 22,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         self._process = process
         assert process.stdout
@@ -103,10 +105,10 @@ class PageRenderer:
         header, _ = await self._ask(path, None)
         return int(header["count"])
 
-    async def render(self, path: str, page: int) -> bytes:
-        """Page `page` (from 0) as a PNG. Raises ImageError as `count` does, and `invalid_page`."""
-        _, png = await self._ask(path, page)
-        return png
+    async def render(self, path: str, page: int) -> DrawnPage:
+        """Page `page` (from 0), drawn. Raises ImageError as `count` does, and `invalid_page`."""
+        header, png = await self._ask(path, page)
+        return DrawnPage(png, bool(header["lacks_text"]))
 
     async def _ask(self, path: str, page: int | None) -> tuple[dict[str, Any], bytes]:
         async with self._free:
