@@ -38,7 +38,8 @@ def view(tmp_path: Path, form: str, rows: list[Row], schema: str = "") -> str:
         ("a.CSV", None, "csv", "a.CSV.jsonl"),
         ("a.md", None, "md", "a.md.jsonl"),
         ("a.txt", "csv", "csv", "a.txt.jsonl"),
-        ("a.md", "jsonl", "jsonl", "a.md"),
+        ("a.txt", "jsonl", "jsonl", "a.txt"),
+        ("a.ndjson", None, "jsonl", "a.ndjson"),
     ],
 )
 def test_the_format_follows_the_option_then_the_suffix(

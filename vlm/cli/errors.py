@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from vlm.cli.names import one_line
 
 BAD_INPUT, FAILURE, PARTIAL = 2, 1, 3
 
@@ -22,6 +25,17 @@ class CommandError(Exception):
 
 class HelpWanted(CommandError):
     """A group of commands was called without one. The message is its help, printed as it is."""
+
+
+class OneLine(logging.Formatter):
+    """Log lines of a command: an exception is named, its traceback shown where VLM_DEBUG is set."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if os.environ.get("VLM_DEBUG"):
+            return super().format(record)
+        error = record.exc_info[1] if record.exc_info else None
+        said = f": {type(error).__name__}: {error}" if error else ""
+        return one_line(f"vlm: {record.getMessage()}{said}")
 
 
 def _exit_code(error: BaseException) -> int:
@@ -44,9 +58,11 @@ def _message(error: BaseException) -> str:
     text = format_message() if callable(format_message) else str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
+    if not isinstance(error, CommandError | OSError):  # those name files as they are
+        text = " ".join(text.split())
     context = getattr(error, "ctx", None)  # of usage errors: the command that was called wrongly
     hint = f" (see: {context.command_path} --help)" if context else ""
-    return (" ".join(text.split()) or type(error).__name__) + hint
+    return one_line(text or type(error).__name__) + hint
 
 
 def _end_output() -> None:
@@ -65,6 +81,8 @@ def run(command: Callable[[], object]) -> NoReturn:
     """Runs the command line and exits the process, with the code that the command returns if it does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    if logging.lastResort is not None:  # what writes where a command sets up no logs
+        logging.lastResort.setFormatter(OneLine())
     try:
         try:
             code = command()

@@ -85,7 +85,7 @@ def ask(
         list[str],
         typer.Argument(
             metavar="IMAGE... [QUESTION]",
-            help="Images, then the question. Of a TIFF or GIF the first page or frame.",
+            help="Images, then the question; - is stdin. Of a TIFF or GIF the first page or frame.",
         ),
     ],
     question: Annotated[
@@ -120,7 +120,9 @@ def ask(
 def tokens(
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGE...", readable=False, help="Images; only their headers are read."),
+        typer.Argument(
+            metavar="IMAGE...", readable=False, help="Images, - for stdin; only their headers are read."
+        ),
     ],
     model: Model = "default",
     detail: Annotated[Literal["auto", "low", "high"], typer.Option(help="As in the API.")] = "auto",
