@@ -97,3 +97,9 @@ def test_a_view_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
     with pytest.raises(OSError, match="gone"):
         write_view(tmp_path / "out.csv", "csv", (failing() for _ in range(1)))
     assert (tmp_path / "out.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_every_line_of_an_answer_stays_in_its_quote(tmp_path: Path, end: str) -> None:
+    content = view(tmp_path, "md", [row(f"one{end}## two", count=1)])
+    assert content == "## a.pdf\n\n> one\\\n> \\#\\# two\n"

@@ -24,7 +24,7 @@ from vlm.caption.documents import DocumentReader
 from vlm.caption.formats import Format
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal
-from vlm.caption.output import Output, opened_output
+from vlm.caption.output import STDOUT, Output, opened_output
 from vlm.caption.presets import Question
 from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rasterise import PageRenderer
@@ -52,6 +52,11 @@ class CaptionJob:
     render_processes: int = 1
     quiet: bool = False
     as_json: bool = False
+
+    @property
+    def is_streamed(self) -> bool:
+        """Rows go to stdout, and no later run can go on."""
+        return str(self.output) == STDOUT
 
 
 def model_revision(directory: Path, encoder_revision: str) -> str:
@@ -92,29 +97,32 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
     try:
         with opened_output(job.output, job.form) as output:
             numbers, examples = asyncio.run(_run(job, output, make_pipeline))
-    except BrokenPipeError:  # whoever read stdout has gone
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and job.is_streamed:  # its reader has gone
+            raise
         at_fault = error.filename if isinstance(error.filename, str) else job.output
         raise CommandError(f"{at_fault}: {error.strerror or 'input/output error'}", FAILURE) from None
     except (EngineGone, EngineUnavailable) as error:
-        raise CommandError(f"{error}; run the same command again to go on", FAILURE) from None
+        raise CommandError(f"{error}{_go_on(job)}", FAILURE) from None
     if not job.quiet:
         print("\n".join(summary_lines(numbers, examples)), file=sys.stderr)
     if job.as_json:
         print(json.dumps(numbers, ensure_ascii=False))
     if not numbers["finished"]:
-        raise CommandError(
-            f"stopped with {counted(numbers['pages'], 'page')} done; run the same command again to go on",
-            INTERRUPTED,
-        )
+        raise CommandError(f"stopped with {counted(numbers['pages'], 'page')} done{_go_on(job)}", INTERRUPTED)
     if not numbers["pages"]:
         raise CommandError("the inputs hold no documents")
     if numbers["errors"]:
         raise CommandError(
-            f"{numbers['errors']} of {counted(numbers['pages'], 'page')} failed; see {job.output}", PARTIAL
+            f"{numbers['errors']} of {counted(numbers['pages'], 'page')} failed"
+            + ("" if job.is_streamed else f"; see {job.output}"),
+            PARTIAL,
         )
     return numbers
+
+
+def _go_on(job: CaptionJob) -> str:
+    return "" if job.is_streamed else "; run the same command again to go on"
 
 
 async def make_run(
