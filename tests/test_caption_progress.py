@@ -126,6 +126,13 @@ def test_at_the_end_all_pages_are_known_and_done(out: Path) -> None:
         assert stats.remaining_s() in (0.0, None)
 
 
+def test_a_page_that_is_named_twice_while_it_is_under_way_counts_once(out: Path) -> None:
+    Path("in/a.png").write_bytes(png(1))
+    engine = FakeEngine(delay_s=0.1)
+    stats = run(out, "in", "in", engine=engine, started=lambda made: see_all(made, ["in", "in"]))
+    assert stats.total_pages() == (1, True) and stats.num_pages == 1
+
+
 def see_all(made: CaptionRun, inputs: list[str]) -> None:
     made.stats.sources_found = sum(1 for _ in find_sources(inputs))
     made.stats.all_found = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -115,6 +116,60 @@ def test_of_several_images_the_damaged_one_is_named(
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     code, _, errors = call(capsys, "ask", str(SAMPLE), str(path), "What is it?")
     assert code == BAD_INPUT and errors.startswith(f"vlm: {path}: ") and errors.count("\n") == 1
+
+
+def given_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes | None) -> None:
+    """None: a terminal."""
+    stdin = io.TextIOWrapper(io.BytesIO(data or b""))
+    monkeypatch.setattr(stdin, "isatty", lambda: data is None)
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_an_image_may_come_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (("tokens",), ("plan", "image", "--model", "default")):
+        given_stdin(monkeypatch, SAMPLE.read_bytes())
+        piped = call(capsys, *command, "-", "--json")
+        assert piped[0] == 0, piped
+        assert piped[1].replace('"stdin"', '"-"') == call(capsys, *command, str(SAMPLE), "--json")[1].replace(
+            f'"{SAMPLE}"', '"-"'
+        )
+    given_stdin(monkeypatch, SAMPLE.read_bytes())
+    code, out, _ = call(capsys, "ask", "-", "How many shapes are there?")
+    assert (code, out) == (0, "3\n")
+
+
+def test_a_stdin_that_holds_no_image_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for data, text in (
+        (b"", "stdin: The image is empty."),
+        (b"junk", "stdin: The image format"),
+        (None, "pipe"),
+    ):
+        given_stdin(monkeypatch, data)
+        for command in (("tokens", "-"), ("ask", "-", "What?"), ("plan", "image", "-")):
+            code, _, errors = call(capsys, *command)
+            assert code == BAD_INPUT and text in errors and errors.count("\n") == 1
+    for command in (("tokens", "-", "-"), ("ask", "-", "-", "What?")):
+        code, _, errors = call(capsys, *command)
+        assert code == BAD_INPUT and "read once" in errors
+    code, _, errors = call(capsys, "caption", "-", "-o", "out.jsonl")
+    assert code == BAD_INPUT and "stdin" in errors
+
+
+def test_a_pdf_and_what_only_has_its_name_are_told_apart_by_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, html = tmp_path / "scan", tmp_path / "page.pdf"
+    page.write_bytes(b"\n%PDF-1.4")
+    html.write_bytes(b"<!DOCTYPE html>")
+    for command in (("ask", str(page), "What?"), ("tokens", str(page)), ("plan", "image", str(page))):
+        assert f"vlm caption {page}" in call(capsys, *command)[2]
+    for command in (("ask", str(html), "What?"), ("tokens", str(html)), ("plan", "image", str(html))):
+        errors = call(capsys, *command)[2]
+        assert "vlm caption" not in errors and "is no PDF" in errors
 
 
 def test_a_file_that_may_not_be_read_is_told_alike_everywhere(

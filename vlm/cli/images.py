@@ -45,9 +45,7 @@ def read_image(path: Path, limits: ImageLimits | None = None) -> bytes:
 
 def _stdin() -> BinaryIO:
     if sys.stdin is None or sys.stdin.isatty():
-        raise CommandError(
-            "'-' is stdin, where no image comes from; for example: cat a.png | vlm ask - QUESTION"
-        )
+        raise CommandError("'-' is stdin: pipe an image into it, for example: vlm ask - QUESTION < a.png")
     return sys.stdin.buffer
 
 
