@@ -143,13 +143,10 @@ def test_an_image_may_come_from_stdin(
 def test_a_stdin_that_holds_no_image_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for data, text in (
-        (b"", "stdin: The image is empty."),
-        (b"junk", "stdin: The image format"),
-        (None, "pipe"),
-    ):
-        given_stdin(monkeypatch, data)
+    told = {b"": "stdin: The image is empty.", b"junk": "stdin: The image format", None: "pipe an image"}
+    for data, text in told.items():
         for command in (("tokens", "-"), ("ask", "-", "What?"), ("plan", "image", "-")):
+            given_stdin(monkeypatch, data)
             code, _, errors = call(capsys, *command)
             assert code == BAD_INPUT and text in errors and errors.count("\n") == 1
     for command in (("tokens", "-", "-"), ("ask", "-", "-", "What?")):

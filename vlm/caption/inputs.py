@@ -21,6 +21,8 @@ READABLE = frozenset(
 UNREADABLE = frozenset((".heic", ".heif", ".avif", ".svg", ".ico", ".jp2"))
 """Images of formats that aren't accepted: in a folder each gets an error row rather than silence."""
 
+_LIST_BYTES = 1 << 20  # of a list file at a time
+
 
 class InputError(CommandError):
     """An argument that names nothing that can be captioned."""
@@ -114,15 +116,19 @@ def _find(arguments: Sequence[str], skipped: Skipped) -> Iterator[Source]:
 
 
 def _listed(path: str) -> Iterator[str]:
-    """Names of a list file, one a line, or ended by null bytes as `find -print0` writes them."""
+    """Names of a list file, one a line, or each ended by a null byte as `find -print0` writes them."""
     with open(path, "rb") as file:
-        is_first = True
-        for line in file:
-            line = line.removeprefix(codecs.BOM_UTF8) if is_first else line
-            is_first = False
-            for name in line.split(b"\0") if b"\0" in line else (line.rstrip(b"\r\n"),):
-                if name.strip():
-                    listed = os.fsdecode(name)
+        rest = file.read(_LIST_BYTES).removeprefix(codecs.BOM_UTF8)
+        end = b"\0" if b"\0" in rest else b"\n"
+        while rest:
+            *names, rest = rest.split(end)
+            more = file.read(_LIST_BYTES)
+            if not more:
+                names, rest = [*names, rest], b""
+            rest += more
+            for name in names:
+                listed = os.fsdecode(name.removesuffix(b"\r") if end == b"\n" else name)
+                if listed.strip():
                     yield listed if os.path.lexists(listed) else listed.strip()
 
 
