@@ -1,7 +1,8 @@
 """Pages of a PDF as PNG images, within caps on pages, pixels, memory and processor time.
 
-`python -m preprocess.pages` is the process that does it: pdfium is native code, so a hostile file must be
-able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it reads.
+`python -m preprocess.pages LIMITS` is the process that does it: pdfium is native code, so a hostile file must
+be able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it
+reads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -166,11 +167,6 @@ def serve(requests: BinaryIO, replies: BinaryIO, limits: PageLimits) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(header).encode() + b"\n" + payload)
         replies.flush()
-
-
-def command(limits: PageLimits) -> list[str]:
-    """The command line of the process."""
-    return [sys.executable, "-m", "preprocess.pages", json.dumps(asdict(limits))]
 
 
 if __name__ == "__main__":

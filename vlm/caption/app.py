@@ -36,6 +36,7 @@ from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.stages import StageUnavailable
 
 INTERRUPTED = 130
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
@@ -102,7 +103,7 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
             raise
         at_fault = error.filename if isinstance(error.filename, str) else job.output
         raise CommandError(f"{at_fault}: {error.strerror or 'input/output error'}", FAILURE) from None
-    except (EngineGone, EngineUnavailable) as error:
+    except (EngineGone, EngineUnavailable, StageUnavailable) as error:
         raise CommandError(f"{error}{_go_on(job)}", FAILURE) from None
     if not job.quiet:
         print("\n".join(summary_lines(numbers, examples)), file=sys.stderr)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
+from dataclasses import asdict
 from typing import Any
 
-from preprocess.pages import DrawnPage, PageLimits, command
+from preprocess.pages import DrawnPage, PageLimits
 from preprocess.types import ImageError
+from workers.local.children import child_environment, module_command
 
 _START_TIMEOUT_S = 60.0
 _MAX_PAGE_BYTES = 256 << 20
+
+
+def command(limits: PageLimits) -> list[str]:
+    """The command line of a drawing process."""
+    return [*module_command("preprocess.pages"), json.dumps(asdict(limits))]
 
 
 class _Crashed(Exception):
@@ -37,7 +43,8 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=1 << 22,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            process_group=0,  # Ctrl-C would reach it before it ignores it
+            env=child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
         )
         self._process = process
         assert process.stdout

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import select
 import signal
 import socket
@@ -31,6 +30,7 @@ from workers.contract.messages import (
     request_to_json,
 )
 from workers.contract.streams import StreamTable
+from workers.local.children import child_environment
 from workers.local.engine_runner import EngineRunner
 
 HEARTBEAT_S = 0.5
@@ -194,7 +194,7 @@ class EngineProcess:
                 [*self._command, "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C would reach it before it ignores it
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment()},
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
         watchdog = asyncio.create_task(self._watch())
