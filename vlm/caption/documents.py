@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
@@ -24,6 +25,7 @@ from vlm.caption.rows import INTERNAL, PageWarning
 from vlm.cli.names import one_line
 from vlm.requests.lines import BadLine, iterate_lines
 
+_HEAD_BYTES, _CHUNK = 1024, 4 << 20
 _PDF_PAGE_BYTES = 4 << 20  # what a drawn page is taken to need until it is there
 
 log = logging.getLogger(__name__)
@@ -109,19 +111,26 @@ def read_lines(path: str) -> Iterator[bytes]:
         yield from iterate_lines(path)
 
 
-def _head(path: str) -> tuple[bytes, int]:
+def _look(path: str) -> tuple[bytes, int]:
+    """(the first bytes, the size)"""
     with _reading(path) as file:
-        return file.read(1024), os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
+        return file.read(min(_HEAD_BYTES, size)) or b"", size
 
 
-def _sha256(path: str) -> str:
+def _sha256(path: str, size: int, stopped: threading.Event) -> str:
+    """Of the `size` bytes that a file had when it was looked at: some grow for ever, some hold none."""
+    digest = hashlib.sha256()
     with _reading(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while size > 0 and not stopped.is_set() and (chunk := file.read(min(_CHUNK, size))):
+            digest.update(chunk)
+            size -= len(chunk)
+    return digest.hexdigest()
 
 
 def _read(path: str, max_bytes: int) -> bytes:
     with _reading(path) as file:
-        data = file.read(max_bytes + 1)  # it may have grown since it was looked at
+        data = file.read(max_bytes + 1) or b""  # it may have grown since it was looked at
     if len(data) > max_bytes:
         raise _too_large(max_bytes)
     return data
@@ -162,14 +171,23 @@ class DocumentReader:
     page_limits: PageLimits
 
     async def identify(self, path: str) -> str:
-        """The sha256 of a file's bytes. Raises `UnreadableFile`."""
-        return await asyncio.to_thread(_sha256, path)
+        """The sha256 of a file's bytes. Raises `UnreadableFile`, and ImageError `file_too_large`."""
+        head, size = await asyncio.to_thread(_look, path)
+        limit_mb = self.page_limits.max_file_mb
+        if size > limit_mb << 20 and not is_tiff(head):
+            raise ImageError("file_too_large", f"The file has more than {limit_mb} MiB.")
+        stopped = threading.Event()
+        try:
+            return await asyncio.to_thread(_sha256, path, size, stopped)
+        except asyncio.CancelledError:
+            stopped.set()  # or the program would wait for the thread
+            raise
 
     async def open(self, path: str, file_sha256: str) -> Document:
         """Raises ImageError for a file that can't be split into pages, and `UnreadableFile`."""
-        head, size = await asyncio.to_thread(_head, path)
+        head, size = await asyncio.to_thread(_look, path)
         if is_pdf(head):
-            return await self._open_pdf(path, file_sha256, size)
+            return await self._open_pdf(path, file_sha256)
         _check_format(path, head)
         if is_tiff(head):
             offsets = await asyncio.to_thread(_tiff_offsets, path, self.page_limits.max_pages)
@@ -180,10 +198,7 @@ class DocumentReader:
             raise _too_large(max_bytes)
         return Document(file_sha256, 1, size, lambda index: _on_thread(_read, path, max_bytes))
 
-    async def _open_pdf(self, path: str, file_sha256: str, size: int) -> Document:
-        limit_mb = self.page_limits.max_file_mb
-        if size > limit_mb << 20:
-            raise ImageError("file_too_large", f"The PDF has more than {limit_mb} MiB.")
+    async def _open_pdf(self, path: str, file_sha256: str) -> Document:
         num_pages = await self.renderer.count(path)
 
         async def load(index: int) -> PageImage:
