@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -196,3 +198,49 @@ def test_every_benchmark_is_listed_and_has_a_module_that_runs_it(capsys: pytest.
     for name, parts in PARTS.items():
         code, _, errors = call(capsys, "bench", name, "--part", "nothing")
         assert code == BAD_INPUT and all(part in errors for part in parts)
+
+
+ENTRY = [sys.executable, "-m", "vlm.cli.entry"]
+
+
+def test_ctrl_c_while_modules_load_shows_none_of_them(tmp_path: Path) -> None:
+    """`typer` is one that is loaded for every command; here it waits for the signal."""
+    (tmp_path / "typer.py").write_text("import sys, time; print('loading', flush=True); time.sleep(60)\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        [*ENTRY, "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == b"loading\n"
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(60), child.stderr.read()) == (-signal.SIGINT, b"")
+
+
+def test_ctrl_c_in_a_command_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(
+        [*ENTRY, "tokens", str(tmp_path / "pipe")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stderr is not None
+        writer = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns when the command reads
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(60), child.stderr.read()) == (130, b"vlm: interrupted\n")
+        os.close(writer)
+
+
+def test_a_closed_stderr_is_neither_stdout_nor_a_file_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(SAMPLE.read_bytes())
+    script = 'exec 2>&-; exec "$@"'
+    command = [*ENTRY, "tokens", str(tmp_path / "a.png"), str(tmp_path / "absent.png"), "--json"]
+    done = subprocess.run(["sh", "-c", script, "sh", *command], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == PARTIAL
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["images"][0]["path"].endswith("a.png")
+    opened = "import os; from vlm.cli.entry import _open_standard_files as o; o(); print(os.open('/', 0))"
+    shown = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-c", opened], stdout=subprocess.PIPE, text=True
+    )
+    assert int(shown.stdout) > 2

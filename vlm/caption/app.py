@@ -30,7 +30,7 @@ from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
-from vlm.cli.errors import FAILURE, PARTIAL, CommandError
+from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.names import as_text
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
@@ -38,7 +38,6 @@ from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import StageUnavailable
 
-INTERRUPTED = 130
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
 _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
 

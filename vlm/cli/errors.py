@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from vlm.cli.names import one_line
 
-BAD_INPUT, FAILURE, PARTIAL = 2, 1, 3
+BAD_INPUT, FAILURE, PARTIAL, INTERRUPTED = 2, 1, 3, 130
 
 
 class CommandError(Exception):
@@ -81,6 +81,8 @@ def run(command: Callable[[], object]) -> NoReturn:
     """Runs the command line and exits the process, with the code that the command returns if it does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    if sys.stderr is None:  # it is where the caller closed it; None would mean stdout
+        sys.stderr = io.StringIO()
     if logging.lastResort is not None:  # what writes where a command sets up no logs
         logging.lastResort.setFormatter(OneLine())
     try:
@@ -89,8 +91,7 @@ def run(command: Callable[[], object]) -> NoReturn:
         finally:
             _end_output()
     except KeyboardInterrupt:
-        print("vlm: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         sys.exit(FAILURE)
@@ -104,4 +105,6 @@ def run(command: Callable[[], object]) -> NoReturn:
             _drop_output()
         print(f"vlm: {_message(error)}", file=sys.stderr)
         sys.exit(_exit_code(error))
+    if code == INTERRUPTED:  # what the command line library makes of Ctrl-C, too
+        print("vlm: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
