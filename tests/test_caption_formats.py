@@ -97,6 +97,7 @@ def test_a_view_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
     with pytest.raises(OSError, match="gone"):
         write_view(tmp_path / "out.csv", "csv", (failing() for _ in range(1)))
     assert (tmp_path / "out.csv").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])

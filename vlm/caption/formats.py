@@ -66,11 +66,15 @@ def journal_path(output: Path, form: Format) -> Path:
 def write_view(output: Path, form: Format, rows: Iterable[Row], schema: str = "") -> None:
     """Writes a new file and renames it over the old one. Raises OSError."""
     fresh = output.with_name(output.name + ".new")
-    with open(fresh, "w", encoding="utf-8", errors="replace", newline="") as out:
-        write_rows(out, form, rows, schema)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(fresh, output)
+    try:
+        with open(fresh, "w", encoding="utf-8", errors="replace", newline="") as out:
+            write_rows(out, form, rows, schema)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(fresh, output)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def write_rows(out: TextIO, form: Format, rows: Iterable[Row], schema: str = "") -> None:

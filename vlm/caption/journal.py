@@ -129,6 +129,7 @@ class Journal:
         fresh = os.open(fresh_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(fresh, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.ftruncate(fresh, 0)
             with open(fresh, "wb", closefd=False) as out:
                 for offset, length in self._index.live_places(in_input_order=False):
@@ -136,6 +137,8 @@ class Journal:
             os.fsync(fresh)
             os.rename(fresh_path, self.path)
         except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh_path)
             os.close(fresh)
             raise
         sync_folder(self.path.parent)

@@ -8,9 +8,7 @@ import signal
 
 def main() -> None:
     handler = signal.getsignal(signal.SIGINT)
-    if (
-        handler is signal.default_int_handler
-    ):  # which would show where in which module it was; or it is ignored
+    if handler is signal.default_int_handler:  # else it is ignored, as whoever starts us wants
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _open_standard_files()
     from vlm.cli.main import main as run
