@@ -1,24 +1,29 @@
 """Pages of a PDF as PNG images, within caps on pages, pixels, memory and processor time.
 
-`python -m preprocess.pages` is the process that does it: pdfium is native code, so a hostile file must be
-able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it reads.
+`python -m preprocess.pages LIMITS` is the process that does it: pdfium is native code, so a hostile file must
+be able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it
+reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 import resource
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from preprocess.memory import steady_memory
+from preprocess.page_text import text_is_missing
 from preprocess.types import ImageError
 
-_PASSWORD_ERROR = 4  # FPDF_ERR_PASSWORD
 POINTS_PER_INCH = 72
 
 
@@ -49,21 +54,25 @@ def page_scale(width_pt: float, height_pt: float, limits: PageLimits) -> float:
     return scale
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnPage:
+    """`lacks_text`: the page holds text that its picture does not show."""
+
+    png: bytes
+    lacks_text: bool = False
+
+
 class PdfPages:
-    """An open PDF. Raises ImageError `invalid_pdf`, `encrypted_pdf`, `too_many_pages`."""
+    """An open PDF. Raises ImageError `invalid_pdf`, `encrypted_pdf`, `too_many_pages`, and OSError."""
 
     def __init__(self, path: str, limits: PageLimits) -> None:
         import pypdfium2
 
         self._limits = limits
-        try:
-            self._document = pypdfium2.PdfDocument(path)
-            self.count = len(self._document)
+        self._document = pypdfium2.PdfDocument(_load(path))
+        with contextlib.suppress(pypdfium2.PdfiumError):  # the pages without what was filled in
             self._document.init_forms()
-        except pypdfium2.PdfiumError as error:
-            if error.err_code == _PASSWORD_ERROR:
-                raise ImageError("encrypted_pdf", "The PDF needs a password.") from None
-            raise ImageError("invalid_pdf", "The PDF is damaged and cannot be opened.") from None
+        self.count = len(self._document)
         if self.count > limits.max_pages:
             self.close()
             raise ImageError("too_many_pages", f"The document has more than {limits.max_pages} pages.")
@@ -71,7 +80,7 @@ class PdfPages:
             self.close()
             raise ImageError("invalid_pdf", "The PDF has no pages.")
 
-    def render(self, index: int) -> bytes:
+    def render(self, index: int) -> DrawnPage:
         """Page `index` (from 0) as a PNG, upright as the PDF says. Raises ImageError `invalid_page`."""
         import pypdfium2
 
@@ -82,17 +91,35 @@ class PdfPages:
         try:
             width_pt, height_pt = page.get_size()
             scale = page_scale(width_pt, height_pt, self._limits)
-            image = page.render(scale=scale, rev_byteorder=True).to_pil()
+            image = page.render(scale=scale, rev_byteorder=True).to_pil().convert("RGB")
+            lacks_text = text_is_missing(page, np.asarray(image))
         except (pypdfium2.PdfiumError, ValueError):
             raise ImageError("invalid_page", "The page is damaged and cannot be drawn.") from None
         finally:
             page.close()
         png = io.BytesIO()
-        image.convert("RGB").save(png, "PNG", compress_level=1)
-        return png.getvalue()
+        image.save(png, "PNG", compress_level=1)
+        return DrawnPage(png.getvalue(), lacks_text)
 
     def close(self) -> None:
         self._document.close()
+
+
+def _load(path: str) -> Any:
+    """pdfium's own handle. What went wrong is asked for right after a call that failed: pdfium keeps the last
+    error, of whichever file it was. Raises ImageError `invalid_pdf`, `encrypted_pdf`, and OSError."""
+    import pypdfium2.raw as pdfium
+
+    os.stat(path)  # pdfium does not tell a file that is not there from one that is damaged
+    document = pdfium.FPDF_LoadDocument(os.fsencode(path) + b"\0", None)
+    if document:
+        return document
+    match pdfium.FPDF_GetLastError():
+        case pdfium.FPDF_ERR_PASSWORD:
+            raise ImageError("encrypted_pdf", "The PDF needs a password.")
+        case pdfium.FPDF_ERR_SECURITY:
+            raise ImageError("encrypted_pdf", "The PDF is encrypted in a way that is not supported.")
+    raise ImageError("invalid_pdf", "The PDF is damaged and cannot be opened.")
 
 
 def _limit_process(limits: PageLimits) -> None:
@@ -117,14 +144,16 @@ def _answer(
             held[path] = PdfPages(path, limits)
         if request["page"] is None:
             return {"count": held[path].count}, b""
-        png = held[path].render(request["page"])
-        return {"count": held[path].count, "bytes": len(png)}, png
+        page = held[path].render(request["page"])
+        return {"bytes": len(page.png), "lacks_text": page.lacks_text}, page.png
     except ImageError as error:
         return {"code": error.code, "message": error.message}, b""
     except OSError:
         return {"code": "unreadable_file", "message": "The file can't be read."}, b""
     except MemoryError:
         return {"code": "page_too_complex", "message": "The page needs too much memory to draw."}, b""
+    except Exception:  # of a file made by strangers; the process goes on to the next one
+        return {"code": "page_crashed", "message": "The page could not be drawn."}, b""
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, limits: PageLimits) -> None:
@@ -138,11 +167,6 @@ def serve(requests: BinaryIO, replies: BinaryIO, limits: PageLimits) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(header).encode() + b"\n" + payload)
         replies.flush()
-
-
-def command(limits: PageLimits) -> list[str]:
-    """The command line of the process."""
-    return [sys.executable, "-m", "preprocess.pages", json.dumps(asdict(limits))]
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ WANTED: dict[str, Callable[[], bool]] = {
     "libtiff-dev": header("tiff.h"),
     "libfreetype-dev": header("ft2build.h"),
     "fonts-dejavu-core": lambda: bool(glob.glob(f"{FONTS}/**/DejaVuSans-Bold.ttf", recursive=True)),
+    "fonts-wqy-microhei": lambda: bool(glob.glob(f"{FONTS}/**/wqy-microhei*", recursive=True)),
     "redis-server": program("redis-server"),
     "chromium": program("chromium", "chromium-browser", "google-chrome"),
 }

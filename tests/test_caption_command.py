@@ -79,7 +79,8 @@ def test_failed_pages_give_three_also_when_an_earlier_run_met_them(folder: Path)
     ("more", "text"),
     [
         ({"inputs": ("nowhere",)}, "does not exist"),
-        ({"output": "in/0.png"}, "not an output"),
+        ({"output": "in/0.png"}, "no format"),
+        ({"output": "in/0.png", "form": "jsonl"}, "not an output"),
         ({"inputs": ("in/empty",)}, "no documents"),
     ],
 )
@@ -242,24 +243,35 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("sys.stderr", terminal)
 
         async def run() -> None:
-            async with progress(RunStats(sources_found=4, sources_done=2), quiet=False):
+            async with progress(
+                RunStats(sources_found=4, all_found=True, sources_known=2, pages_known=2), quiet=False
+            ):
                 await asyncio.sleep(0.1)
 
         asyncio.run(run())
         terminal.flush()
         drawn = os.read(leader, 1 << 16).decode()
     os.close(leader)
-    assert "\x1b[" in drawn and "0 pages" in drawn
+    assert "\x1b[" in drawn and "0 of 4 pages" in drawn
 
 
 def test_the_line_says_what_is_left() -> None:
-    stats = RunStats(sources_found=40, sources_done=10, prompt_tokens=200, cached_tokens=50)
+    stats = RunStats(
+        sources_found=40,
+        all_found=True,
+        sources_known=10,
+        pages_known=21,
+        prompt_tokens=200,
+        cached_tokens=50,
+    )
     stats.started -= 10
     for number in range(20):
         usage = {"prompt_tokens": 0, "image_tokens": 0, "cached_tokens": 0, "completion_tokens": 30}
         stats.add({"path": "a", "page": number, "usage": usage, "timings": {"total_ms": number}})
     stats.add({"path": "b", "page": 1, "error": {"code": "invalid_image", "message": ""}})
     line = progress_line(stats)
-    assert line.startswith("21 pages, 2.1 pages/s, 60 tokens/s, 0:30 left, 1 error, 0 duplicates, 25% of")
+    assert line.startswith(
+        "21 of about 84 pages, 2.1 pages/s, 60 tokens/s, 0:30 left, 1 error, 0 duplicates, 25% of"
+    )
     assert [page for _, _, page in sorted(stats.slowest)] == [15, 16, 17, 18, 19]
     assert duration(3725) == "1:02:05" and duration(59.6) == "1:00"

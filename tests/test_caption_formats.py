@@ -38,7 +38,8 @@ def view(tmp_path: Path, form: str, rows: list[Row], schema: str = "") -> str:
         ("a.CSV", None, "csv", "a.CSV.jsonl"),
         ("a.md", None, "md", "a.md.jsonl"),
         ("a.txt", "csv", "csv", "a.txt.jsonl"),
-        ("a.md", "jsonl", "jsonl", "a.md"),
+        ("a.txt", "jsonl", "jsonl", "a.txt"),
+        ("a.ndjson", None, "jsonl", "a.ndjson"),
     ],
 )
 def test_the_format_follows_the_option_then_the_suffix(
@@ -96,3 +97,10 @@ def test_a_view_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
     with pytest.raises(OSError, match="gone"):
         write_view(tmp_path / "out.csv", "csv", (failing() for _ in range(1)))
     assert (tmp_path / "out.csv").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_every_line_of_an_answer_stays_in_its_quote(tmp_path: Path, end: str) -> None:
+    content = view(tmp_path, "md", [row(f"one{end}## two", count=1)])
+    assert content == "## a.pdf\n\n> one\\\n> \\#\\# two\n"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import os
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -100,3 +103,51 @@ def test_numbers_in_names_sort_as_numbers(numbers: list[int], rng: Random) -> No
 def test_any_names_can_be_sorted_and_different_names_never_tie(names: list[str]) -> None:
     ordered = sorted(set(names), key=natural_key)
     assert len({natural_key(name) for name in ordered}) == len(ordered)
+
+
+def test_folders_may_lie_deeper_than_the_stack_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth = sys.getrecursionlimit() + 100
+    monkeypatch.chdir(tmp_path)
+    try:
+        for _ in range(depth):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("deep.png").touch()
+        os.chdir(tmp_path)
+        (found,) = paths("d")
+        assert found.count("d/") == depth and found.endswith("deep.png")
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)  # pytest's own way of removing recurses
+
+
+def test_a_link_to_itself_is_no_document_and_no_end(folder: Path) -> None:
+    os.symlink("itself.png", "scans/itself.png")
+    os.symlink("itself", "scans/itself")
+    found = paths("scans")
+    assert "scans/itself.png" in found and "scans/sub/a.pdf" in found
+
+
+def test_names_of_a_list_may_be_of_any_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [b" two  spaces .png", b"caf\xe9.png", "請.png".encode(), b"- -.png", b"50%{}.png"]
+    for name in names:
+        Path(os.fsdecode(name)).touch()
+    wanted = [os.fsdecode(name) for name in names]
+    Path("list.txt").write_bytes(codecs.BOM_UTF8 + b"\r\n".join(names) + b"\r\n")
+    assert paths("@list.txt") == wanted
+    Path("line\nbreak.png").touch()
+    Path("list.txt").write_bytes(b"\0".join([*names, b"line\nbreak.png", b""]))
+    assert paths("@list.txt") == [*wanted, "line\nbreak.png"]
+    monkeypatch.setattr("vlm.caption.inputs._LIST_BYTES", 24)
+    assert paths("@list.txt") == [*wanted, "line\nbreak.png"]
+    Path("list.txt").write_bytes(b"   other.tiff \n\n \n")
+    assert paths("@list.txt") == ["other.tiff"]
+
+
+def test_a_list_is_read_twice_and_so_no_pipe(folder: Path) -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(InputError, match="must be a regular file"):
+        check_arguments(["@pipe"])
+    with pytest.raises(InputError, match="stdin"):
+        check_arguments(["-"])

@@ -163,6 +163,27 @@ def test_changed_content_replaces_the_old_row_in_the_view_and_after_compaction(t
     journal.close()
 
 
+def test_a_compaction_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, [row_for(1), row_for(1, content="b")])
+    path.chmod(0o600)
+    before = path.read_bytes()
+    journal = Journal(path)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.compact()
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    assert journal.compact() and path.stat().st_mode & 0o777 == 0o600
+    journal.close()
+
+
 def test_pages_that_a_shorter_document_lost_leave_the_view(journal: Journal) -> None:
     async def run() -> None:
         for page in (1, 2, 3):

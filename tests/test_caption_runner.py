@@ -262,7 +262,7 @@ def test_the_feed_reads_no_further_than_the_window(out: Path) -> None:
             while engine.running < 4:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
-            read_ahead.append(caption_run.stats.sources_done)
+            read_ahead.append(caption_run.stats.sources_known)
             engine.gate.set()
 
         asyncio.get_running_loop().create_task(look())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
+import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -143,6 +146,57 @@ def test_of_several_images_the_damaged_one_is_named(
     assert code == BAD_INPUT and errors.startswith(f"vlm: {path}: ") and errors.count("\n") == 1
 
 
+def given_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes | None) -> None:
+    """None: a terminal."""
+    stdin = io.TextIOWrapper(io.BytesIO(data or b""))
+    monkeypatch.setattr(stdin, "isatty", lambda: data is None)
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_an_image_may_come_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (("tokens",), ("plan", "image", "--model", "default")):
+        given_stdin(monkeypatch, SAMPLE.read_bytes())
+        piped = call(capsys, *command, "-", "--json")
+        assert piped[0] == 0, piped
+        assert piped[1].replace('"stdin"', '"-"') == call(capsys, *command, str(SAMPLE), "--json")[1].replace(
+            f'"{SAMPLE}"', '"-"'
+        )
+    given_stdin(monkeypatch, SAMPLE.read_bytes())
+    code, out, _ = call(capsys, "ask", "-", "How many shapes are there?")
+    assert (code, out) == (0, "3\n")
+
+
+def test_a_stdin_that_holds_no_image_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {b"": "stdin: The image is empty.", b"junk": "stdin: The image format", None: "pipe an image"}
+    for data, text in told.items():
+        for command in (("tokens", "-"), ("ask", "-", "What?"), ("plan", "image", "-")):
+            given_stdin(monkeypatch, data)
+            code, _, errors = call(capsys, *command)
+            assert code == BAD_INPUT and text in errors and errors.count("\n") == 1
+    for command in (("tokens", "-", "-"), ("ask", "-", "-", "What?")):
+        code, _, errors = call(capsys, *command)
+        assert code == BAD_INPUT and "read once" in errors
+    code, _, errors = call(capsys, "caption", "-", "-o", "out.jsonl")
+    assert code == BAD_INPUT and "stdin" in errors
+
+
+def test_a_pdf_and_what_only_has_its_name_are_told_apart_by_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, html = tmp_path / "scan", tmp_path / "page.pdf"
+    page.write_bytes(b"\n%PDF-1.4")
+    html.write_bytes(b"<!DOCTYPE html>")
+    for command in (("ask", str(page), "What?"), ("tokens", str(page)), ("plan", "image", str(page))):
+        assert f"vlm caption {page}" in call(capsys, *command)[2]
+    for command in (("ask", str(html), "What?"), ("tokens", str(html)), ("plan", "image", str(html))):
+        errors = call(capsys, *command)[2]
+        assert "vlm caption" not in errors and "is not a PDF" in errors
+
+
 def test_a_file_that_may_not_be_read_is_told_alike_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,3 +224,49 @@ def test_every_benchmark_is_listed_and_has_a_module_that_runs_it(capsys: pytest.
     for name, parts in PARTS.items():
         code, _, errors = call(capsys, "bench", name, "--part", "nothing")
         assert code == BAD_INPUT and all(part in errors for part in parts)
+
+
+ENTRY = [sys.executable, "-m", "vlm.cli.entry"]
+
+
+def test_ctrl_c_while_modules_load_shows_none_of_them(tmp_path: Path) -> None:
+    """`typer` is one that is loaded for every command; here it waits for the signal."""
+    (tmp_path / "typer.py").write_text("import sys, time; print('loading', flush=True); time.sleep(60)\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        [*ENTRY, "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == b"loading\n"
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(60), child.stderr.read()) == (-signal.SIGINT, b"")
+
+
+def test_ctrl_c_in_a_command_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(
+        [*ENTRY, "tokens", str(tmp_path / "pipe")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stderr is not None
+        writer = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns when the command reads
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(60), child.stderr.read()) == (130, b"vlm: interrupted\n")
+        os.close(writer)
+
+
+def test_a_closed_stderr_is_neither_stdout_nor_a_file_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(SAMPLE.read_bytes())
+    script = 'exec 2>&-; exec "$@"'
+    command = [*ENTRY, "tokens", str(tmp_path / "a.png"), str(tmp_path / "absent.png"), "--json"]
+    done = subprocess.run(["sh", "-c", script, "sh", *command], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == PARTIAL
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["images"][0]["path"].endswith("a.png")
+    opened = "import os; from vlm.cli.entry import _open_standard_files as o; o(); print(os.open('/', 0))"
+    shown = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-c", opened], stdout=subprocess.PIPE, text=True
+    )
+    assert int(shown.stdout) > 2

@@ -4,6 +4,7 @@ take them to be: an update that moves one fails here in one line, not in product
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import re
 import subprocess
@@ -235,7 +236,8 @@ def test_a_connection_of_uvicorn_holds_what_ours_reads() -> None:
 
     config = uvicorn.Config(lambda: None, log_config=None)
     config.load()
-    protocol = H11Protocol(config, ServerState(), {})
+    with asyncio.Runner() as runner:
+        protocol = H11Protocol(config, ServerState(), {}, runner.get_loop())
     missing = {"cycle", "conn", "loop", "transport"} - vars(protocol).keys()
     assert not missing, f"uvicorn moved H11Protocol's {missing}"
     assert "response_complete" in inspect.getsource(RequestResponseCycle), "uvicorn moved response_complete"

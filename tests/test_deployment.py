@@ -274,3 +274,9 @@ def test_pillow_simd_never_comes_without_the_pillow_that_reads_tiffs() -> None:
         text = (ROOT / name).read_text()
         assert "pillow-shim" in text and "packaging/pillow_for_tiff.py" in text, name
     assert (ROOT / "packaging/pillow_for_tiff.py").exists()
+
+
+def test_the_image_that_draws_pdfs_has_fonts_for_text_that_brings_none() -> None:
+    """`vlm caption` runs in `full`; of the scripts of East Asia pdfium draws nothing without a font."""
+    stage = (ROOT / "Dockerfile").read_text().partition(" AS full\n")[2]
+    assert {"fonts-dejavu-core", "fonts-wqy-microhei"} <= set(stage.split())

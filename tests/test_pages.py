@@ -13,12 +13,13 @@ import pytest
 from caption_fakes import page_image, pdf, tiff
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pdf_files import raw_pdf
 from PIL import Image
 
 from preprocess.decode import decode
 from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
-from preprocess.pages import PageLimits, PdfPages, is_pdf, page_scale
+from preprocess.pages import DrawnPage, PageLimits, PdfPages, is_pdf, page_scale
 from preprocess.types import ImageError
 from vlm.caption import rasterise
 from vlm.caption.rasterise import PageRenderer
@@ -146,7 +147,7 @@ def test_pdf_pages_come_out_as_they_went_in(tmp_path: Path) -> None:
         renderer = PageRenderer(PageLimits(dpi=96))
         try:
             count = await renderer.count(str(path))
-            return [await renderer.render(str(path), index) for index in range(count)]
+            return [(await renderer.render(str(path), index)).png for index in range(count)]
         finally:
             await renderer.close()
 
@@ -161,8 +162,8 @@ def test_pdf_pages_come_out_as_they_went_in(tmp_path: Path) -> None:
 def test_dpi_and_the_pixel_cap_set_the_size(tmp_path: Path) -> None:
     path = tmp_path / "a.pdf"
     path.write_bytes(pdf([1]))  # 72 x 72 points
-    assert Image.open(io.BytesIO(PdfPages(str(path), PageLimits(dpi=300)).render(0))).size == (300, 300)
-    capped = Image.open(io.BytesIO(PdfPages(str(path), PageLimits(dpi=300, max_pixels=10_000)).render(0)))
+    assert Image.open(io.BytesIO(PdfPages(str(path), PageLimits(dpi=300)).render(0).png)).size == (300, 300)
+    capped = Image.open(io.BytesIO(PdfPages(str(path), PageLimits(dpi=300, max_pixels=10_000)).render(0).png))
     assert 9_000 < capped.width * capped.height <= 10_000
 
 
@@ -180,24 +181,6 @@ def code_of(path: Path, limits: PageLimits | None = None, page: int = 0) -> str:
         return "fine"
 
     return asyncio.run(run())
-
-
-def raw_pdf(content: str, media_box: str = "0 0 100 100", trailer: str = "") -> bytes:
-    objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
-        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        f"<< /Type /Page /Parent 2 0 R /MediaBox [{media_box}] /Contents 4 0 R /Resources << >> >>",
-        f"<< /Length {len(content)} >>\nstream\n{content}\nendstream",
-    ]
-    out, offsets = "%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(out))
-        out += f"{number} 0 obj\n{body}\nendobj\n"
-    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
-    return (
-        f"{out}xref\n0 5\n0000000000 65535 f \n{table}trailer\n<< /Size 5 /Root 1 0 R {trailer}>>\n"
-        f"startxref\n{len(out)}\n%%EOF\n"
-    ).encode()
 
 
 def test_refusals_of_pdfs_have_codes_of_their_own(tmp_path: Path) -> None:
@@ -232,7 +215,7 @@ def test_a_page_that_draws_for_ever_ends_and_the_next_one_is_drawn(tmp_path: Pat
         try:
             with pytest.raises(ImageError) as caught:
                 await renderer.render(str(slow), 0)
-            return caught.value.code, len(await renderer.render(str(good), 0))
+            return caught.value.code, len((await renderer.render(str(good), 0)).png)
         finally:
             await renderer.close()
 
@@ -266,7 +249,7 @@ def test_pages_are_drawn_in_several_processes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.pdf"
     path.write_bytes(pdf(list(range(8))))
 
-    async def run() -> list[bytes]:
+    async def run() -> list[DrawnPage]:
         renderer = PageRenderer(num_processes=2)
         try:
             return await asyncio.gather(*(renderer.render(str(path), index) for index in range(8)))
@@ -274,4 +257,4 @@ def test_pages_are_drawn_in_several_processes_at_once(tmp_path: Path) -> None:
             await renderer.close()
 
     pages = asyncio.run(run())
-    assert len(set(pages)) == 8
+    assert len({page.png for page in pages}) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from vlm.spec import BLOCK_SIZE, ModelSpec
 from workers.cluster.visual_store import VisualFormat
 from workers.contract.engine_client import EngineClient
 from workers.contract.stages import PreprocessStage
+from workers.local.children import module_command
 from workers.local.engine_process import EngineProcess
 from workers.local.engine_runner import EngineRunner
 from workers.local.engine_thread import LocalEngine
@@ -206,7 +206,7 @@ def build_local_pipeline(
 
 
 def engine_command(options: EngineOptions) -> list[str]:
-    return [sys.executable, "-m", "vlm.engine_main", "--options", json.dumps(asdict(options))]
+    return [*module_command("vlm.engine_main"), "--options", json.dumps(asdict(options))]
 
 
 def image_limits(config: ServeConfig) -> ImageLimits:

@@ -30,10 +30,10 @@ from llm.request import (
     WantVisual,
 )
 from preprocess.limits import ImageLimits
-from preprocess.probe import probe
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
 from preprocess.wire import to_bytes
+from vlm.headers import read_header
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineClient, EngineUnavailable
@@ -126,7 +126,7 @@ class Pipeline:
 
     def plan_image(self, image: ImageInput, namespace: str = "") -> PlannedImage:
         """What an image costs, from its header. Raises `ImageError`."""
-        info = probe(image.data, self.limits)
+        info = read_header(image.data, self.limits)
         spec = self.spec.preprocess_spec(image.detail)
         grid = spec.rule.grid(info.width, info.height, spec.detail)
         return PlannedImage(

@@ -58,7 +58,10 @@ class ModelSpec:
         """
         source = ModelSource.parse(model, files)
         with naming(source.directory):
-            return cls._read(source, variant, kv)
+            spec = cls._read(source, variant, kv)
+        if files == "all":
+            _ = spec.revision  # weights that are damaged are told before there is work
+        return spec
 
     @classmethod
     def _read(cls, source: ModelSource, variant: Variant, kv: KvStorage) -> ModelSpec:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from llm.request import Delta, Failed, Finished, RequestError, SamplingParams
 from preprocess.types import ImageError
 from vlm.caption.journal import Journal
 from vlm.caption.rows import (
+    INTERNAL,
     RETRIED_CODES,
     PageRef,
     Row,
@@ -19,8 +22,11 @@ from vlm.caption.rows import (
     page_row,
     work_of,
 )
+from vlm.cli.names import one_line
 from vlm.pipeline import ChatMessage, Pipeline
 from workers.contract.engine_client import EngineUnavailable
+
+log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 
@@ -29,52 +35,90 @@ class EngineGone(Exception):
     """The engine stopped and did not come back."""
 
 
-class Answerer:
-    """Rows for pages; two pages of equal content wait for one answer."""
+class Start:
+    """What is started when it is first needed; whoever needs it meanwhile waits for the same start."""
 
-    def __init__(self, pipeline: Pipeline, journal: Journal, engine_wait_s: float = 120.0) -> None:
+    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+        self._start = start
+        self._task: asyncio.Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def __call__(self) -> None:
+        """Raises what the start raised."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._task)
+
+    async def cancel(self) -> None:
+        """Ends a start that is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.exception()  # read, if by nobody else
+
+
+async def _started_already() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class PageWork:
+    """What to ask of the model for one page, and where its answer belongs."""
+
+    ref: PageRef
+    context: RowContext
+    image_sha256: str  # of what is asked about: equal pages have equal ones
+    messages: Sequence[ChatMessage]
+    params: SamplingParams
+
+    @property
+    def identity(self) -> str:
+        return work_of(self.image_sha256, self.context.question, self.context.model_revision)
+
+
+class Answerer:
+    """Rows for pages; two pages of equal content wait for one answer. `start`: what answering needs."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        journal: Journal,
+        engine_wait_s: float = 120.0,
+        start: Callable[[], Awaitable[None]] = _started_already,
+    ) -> None:
         self._pipeline = pipeline
         self._journal = journal
         self._engine_wait_s = engine_wait_s
+        self._start = start
         self._in_flight: dict[str, asyncio.Future[Row]] = {}
         self._alone = asyncio.Lock()
 
-    async def write_row(
-        self,
-        ref: PageRef,
-        context: RowContext,
-        image_sha256: str,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-    ) -> Row:
-        """The page's row, which is durable on return. Raises OSError and `EngineGone`."""
-        work = work_of(image_sha256, context.question, context.model_revision)
-        original = self._journal.find_work(work)
-        if original is None and (leader := self._in_flight.get(work)) is not None:
+    async def write_row(self, work: PageWork) -> Row:
+        """The page's row, durable on return. Raises OSError, `EngineGone` and what starting raises."""
+        identity = work.identity
+        original = self._journal.find_work(identity)
+        if original is None and (leader := self._in_flight.get(identity)) is not None:
             original = await asyncio.shield(leader)
         if original is None:
-            return await self._lead(work, ref, context, image_sha256, messages, params)
+            return await self._lead(identity, work)
         if "error" in original:
-            row = error_row(ref, context, original["error"]["code"], original["error"]["message"])
+            row = error_row(work.ref, work.context, original["error"]["code"], original["error"]["message"])
         else:
-            row = duplicate_row(ref, context, image_sha256, original)
+            row = duplicate_row(work.ref, work.context, work.image_sha256, original)
         await self._journal.append(row)
         return row
 
-    async def _lead(
-        self,
-        work: str,
-        ref: PageRef,
-        context: RowContext,
-        image_sha256: str,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-    ) -> Row:
+    async def _lead(self, identity: str, work: PageWork) -> Row:
         future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, if by nobody else
-        self._in_flight[work] = future
+        self._in_flight[identity] = future
         try:
-            row = await self._generate(ref, context, image_sha256, messages, params)
+            await self._start()
+            row = await self._guarded(work)
             await self._journal.append(row)
             future.set_result(row)
             return row
@@ -85,39 +129,46 @@ class Answerer:
                 future.set_exception(error)
             raise
         finally:
-            del self._in_flight[work]
+            del self._in_flight[identity]
 
-    async def _generate(
-        self,
-        ref: PageRef,
-        context: RowContext,
-        image_sha256: str,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-    ) -> Row:
+    async def _guarded(self, work: PageWork) -> Row:
+        """What nobody foresaw ends this page alone. Raises `EngineGone`."""
+        try:
+            return await self._generate(work)
+        except EngineGone:
+            raise
+        except Exception:
+            log.exception("%s, page %d", one_line(work.ref.path), work.ref.page)
+            return error_row(work.ref, work.context, *INTERNAL)
+
+    async def _generate(self, work: PageWork) -> Row:
         """Tries again one page at a time, so that a page that kills the engine takes no others with it."""
-        result = await self._attempt(messages, params)
+        result = await self._attempt(work)
         for _ in range(MAX_ATTEMPTS - 1):
             if not (isinstance(result, Failed) and result.code in RETRIED_CODES):
                 break
             async with self._alone:
                 await self._engine_back()
-                result = await self._attempt(messages, params)
+                result = await self._attempt(work)
         if isinstance(result, Failed):
-            return error_row(ref, context, result.code, result.message)
+            return error_row(work.ref, work.context, result.code, result.message)
         text, finished = result
         assert finished.usage is not None and finished.timings is not None
         return page_row(
-            ref, context, image_sha256, text.strip(), finished.reason, finished.usage, finished.timings
+            work.ref,
+            work.context,
+            work.image_sha256,
+            text.strip(),
+            finished.reason,
+            finished.usage,
+            finished.timings,
         )
 
-    async def _attempt(
-        self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> tuple[str, Finished] | Failed:
+    async def _attempt(self, work: PageWork) -> tuple[str, Finished] | Failed:
         request_id = f"page-{uuid.uuid4().hex}"
         texts: list[str] = []
         try:
-            prepared = self._pipeline.prepare(request_id, messages, params, priority="batch")
+            prepared = self._pipeline.prepare(request_id, work.messages, work.params, priority="batch")
             async for event in self._pipeline.run(prepared):
                 match event:
                     case Delta(choice=0, text=text):

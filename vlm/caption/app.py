@@ -7,7 +7,8 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -17,24 +18,26 @@ from llm.request import Failed, RequestError
 from llm.storage import KvOption, WeightOption
 from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
-from vlm.caption.answers import Answerer, EngineGone
+from vlm.caption.answers import Answerer, EngineGone, Start
 from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
-from vlm.caption.formats import Format, choose_format, journal_path, write_view
+from vlm.caption.formats import Format
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
-from vlm.caption.journal import Journal, OutputBusy
+from vlm.caption.journal import Journal
+from vlm.caption.output import STDOUT, Output, opened_output
 from vlm.caption.presets import Question
 from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
-from vlm.cli.errors import FAILURE, PARTIAL, CommandError
+from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
+from vlm.cli.names import as_text
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.stages import StageUnavailable
 
-INTERRUPTED = 130
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
 _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
 
@@ -50,6 +53,11 @@ class CaptionJob:
     quiet: bool = False
     as_json: bool = False
 
+    @property
+    def is_streamed(self) -> bool:
+        """Rows go to stdout, and no later run can go on."""
+        return str(self.output) == STDOUT
+
 
 def model_revision(directory: Path, encoder_revision: str) -> str:
     """Which weights answered: the encoder's hash, the small files, and samples of the large ones."""
@@ -58,7 +66,7 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
         if path.suffix not in (".json", ".jinja", ".safetensors"):
             continue
         size = path.stat().st_size
-        digest.update(f"{len(path.name)}:{path.name}:{size}:".encode())
+        digest.update(f"{len(path.name)}:{path.name}:{size}:".encode("utf-8", "surrogateescape"))
         with open(path, "rb") as file:
             for start in range(0, size, _SAMPLE_EVERY):
                 file.seek(start)
@@ -86,82 +94,90 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
     """The whole command. Returns the summary; raises `CommandError` for every end but a clean one."""
     check_arguments(job.inputs)
     steady_memory()
-    form = choose_format(job.output, job.form)
-    job.output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        journal = Journal(journal_path(job.output, form))
-    except OutputBusy as error:
-        raise CommandError(str(error), FAILURE) from None
-    try:
-        numbers, examples = asyncio.run(_run(job, form, journal, make_pipeline))
+        with opened_output(job.output, job.form) as output:
+            numbers, examples = asyncio.run(_run(job, output, make_pipeline))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and job.is_streamed:  # its reader has gone
+            raise
         at_fault = error.filename if isinstance(error.filename, str) else job.output
         raise CommandError(f"{at_fault}: {error.strerror or 'input/output error'}", FAILURE) from None
-    except (EngineGone, EngineUnavailable) as error:
-        raise CommandError(f"{error}; run the same command again to go on", FAILURE) from None
-    finally:
-        journal.close()
+    except (EngineGone, EngineUnavailable, StageUnavailable) as error:
+        raise CommandError(f"{error}{_go_on(job)}", FAILURE) from None
     if not job.quiet:
         print("\n".join(summary_lines(numbers, examples)), file=sys.stderr)
     if job.as_json:
         print(json.dumps(numbers, ensure_ascii=False))
     if not numbers["finished"]:
-        raise CommandError(
-            f"stopped with {counted(numbers['pages'], 'page')} done; run the same command again to go on",
-            INTERRUPTED,
-        )
+        raise CommandError(f"stopped with {counted(numbers['pages'], 'page')} done{_go_on(job)}", INTERRUPTED)
     if not numbers["pages"]:
         raise CommandError("the inputs hold no documents")
     if numbers["errors"]:
         raise CommandError(
-            f"{numbers['errors']} of {counted(numbers['pages'], 'page')} failed; see {job.output}", PARTIAL
+            f"{numbers['errors']} of {counted(numbers['pages'], 'page')} failed"
+            + ("" if job.is_streamed else f"; see {job.output}"),
+            PARTIAL,
         )
     return numbers
 
 
+def _go_on(job: CaptionJob) -> str:
+    return "" if job.is_streamed else "; run the same command again to go on"
+
+
 async def make_run(
-    pipeline: Pipeline, journal: Journal, renderer: PageRenderer, question: Question, options: RunOptions
+    pipeline: Pipeline,
+    journal: Journal,
+    renderer: PageRenderer,
+    question: Question,
+    options: RunOptions,
+    start: Start | None = None,
 ) -> CaptionRun:
-    """A run over a pipeline that may still have to be started."""
+    """A run over a pipeline that is started already, or by `start` when a page needs it."""
     spec = pipeline.spec
     question = question.resolved(spec)
     revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
     return CaptionRun(
-        Answerer(pipeline, journal),
+        Answerer(pipeline, journal, start=start) if start else Answerer(pipeline, journal),
         journal,
         DocumentReader(renderer, pipeline.limits, renderer.limits),
         question,
-        RowContext(question.digest, question.preset, spec.name, revision),
+        RowContext(question.digest, question.preset, as_text(spec.name), revision),
         options,
     )
 
 
 async def _run(
-    job: CaptionJob, form: Format, journal: Journal, make_pipeline: Callable[[], Pipeline]
+    job: CaptionJob, output: Output, make_pipeline: Callable[[], Pipeline]
 ) -> tuple[dict[str, Any], list[str]]:
     """(the summary, examples of files that are no documents)"""
     pipeline = make_pipeline()
     renderer = PageRenderer(PageLimits(dpi=job.question.dpi), job.render_processes)
     skipped = Skipped()
-    run = await make_run(pipeline, journal, renderer, job.question, job.options)
-    counting = asyncio.create_task(_count_sources(job.inputs, run.stats))
+
+    async def start() -> None:
+        began = time.monotonic()
+        await pipeline.start()
+        await _check_constraint(pipeline, job.question)
+        run.stats.started += time.monotonic() - began  # figures are of captioning
+
+    engine = Start(start)
+    run = await make_run(pipeline, output.journal, renderer, job.question, job.options, engine)
+    counting = asyncio.create_task(_count_sources(job.inputs, output.files, run.stats))
     try:
-        with _Interrupts(run):
-            await pipeline.start()
-            await _check_constraint(pipeline, job.question)
+        with _Interrupts(run, engine):
             async with progress(run.stats, quiet=job.quiet):
-                await run.run(find_sources(job.inputs, skipped))
+                await run.run(find_sources(job.inputs, skipped, output.files))
     except asyncio.CancelledError:
         run.stop()
     finally:
         counting.cancel()
+        await engine.cancel()
         await renderer.close()
         await pipeline.close()
     finished = not run.stopping
-    if finished:
-        journal.compact()
     schema = job.question.params.constraint[1] if job.question.params.constraint else ""
-    write_view(job.output, form, journal.rows(), schema)
+    output.finish(schema, is_whole=finished)
     return summary(run.stats, skipped, str(job.output), finished=finished), skipped.examples
 
 
@@ -179,18 +195,20 @@ async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
         raise CommandError(f"the schema can't be used: {error.message}") from None
 
 
-async def _count_sources(inputs: Sequence[str], stats: RunStats) -> None:
+async def _count_sources(inputs: Sequence[str], outputs: Collection[str], stats: RunStats) -> None:
     """Runs ahead of the feed over names only, for the remaining time."""
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, outputs=outputs)
     while found := await asyncio.to_thread(lambda: sum(1 for _ in islice(sources, 1000))):
         stats.sources_found += found
+    stats.all_found = True
 
 
 class _Interrupts:
     """The first Ctrl-C finishes the pages under way, the second one drops them. Rows are safe either way."""
 
-    def __init__(self, run: CaptionRun) -> None:
+    def __init__(self, run: CaptionRun, engine: Start) -> None:
         self._run = run
+        self._engine = engine
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
 
@@ -203,7 +221,7 @@ class _Interrupts:
             self._loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        if self._run.stopping or not self._run.num_under_way:
+        if self._run.stopping or not self._run.num_under_way or not self._engine.is_done:
             self._run.stop()
             if self._task:
                 self._task.cancel()

@@ -9,26 +9,37 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm.request import SamplingParams
-from preprocess.types import ImageError
-from vlm.caption.answers import Answerer
-from vlm.caption.documents import Document, DocumentReader, UnreadableFile
+from vlm.caption.answers import Answerer, PageWork
+from vlm.caption.documents import Document, DocumentReader, Refusal, UnreadableFile, outcome, read_lines
 from vlm.caption.inputs import Source
 from vlm.caption.journal import Journal
 from vlm.caption.presets import Question, length_prefixed_digest
-from vlm.caption.rows import PageRef, Row, RowContext, error_row
+from vlm.caption.rows import PageRef, PageWarning, Row, RowContext, error_row
 from vlm.caption.stats import RunStats
 from vlm.pipeline import ChatMessage
-from vlm.requests.lines import BadLine, BatchLine, iterate_lines, parse_line, to_chat
+from vlm.requests.lines import BatchLine, parse_line, to_chat
 
 BATCH_LINE_TOKENS = 512
 """max_tokens of a batch line that states none."""
 
-LoadRequest = Callable[[], Awaitable[tuple[str, list[ChatMessage], SamplingParams]]]
-"""(content digest, messages, params). Raises ImageError, BadLine, UnreadableFile."""
+
+@dataclass(frozen=True, slots=True)
+class LoadedPage:
+    """`digest` is the content's: equal pages have equal ones."""
+
+    digest: str
+    messages: list[ChatMessage]
+    params: SamplingParams
+    warning: PageWarning | None = None
+
+
+LoadRequest = Callable[[], Awaitable[LoadedPage]]
+"""Raises ImageError, BadLine, UnreadableFile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +49,31 @@ class RunOptions:
     retry_errors: bool = False  # try pages again that an earlier run could not read
 
 
-class ByteBudget:
-    """Bounds what loaded pages occupy; one that is too large by itself goes through alone."""
+class Window:
+    """Keeps the engine's batch full and bounds memory; a page too large by itself goes through alone."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
+    def __init__(self, num_pages: int, num_bytes: int) -> None:
+        self._num_pages = num_pages
+        self._num_bytes = num_bytes
+        self._pages = 0
+        self._bytes = 0
         self._changed = asyncio.Condition()
 
-    async def acquire(self, count: int) -> None:
+    async def enter(self, num_bytes: int) -> None:
+        """Returns when there is room for one more page of `num_bytes`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._used or self._used + count <= self._limit)
-            self._used += count
+            await self._changed.wait_for(lambda: self._has_room(num_bytes))
+            self._pages += 1
+            self._bytes += num_bytes
 
-    async def release(self, count: int) -> None:
+    def _has_room(self, num_bytes: int) -> bool:
+        fits = not self._bytes or self._bytes + num_bytes <= self._num_bytes
+        return self._pages < self._num_pages and fits
+
+    async def leave(self, num_bytes: int) -> None:
         async with self._changed:
-            self._used -= count
+            self._pages -= 1
+            self._bytes -= num_bytes
             self._changed.notify_all()
 
 
@@ -76,8 +96,7 @@ class CaptionRun:
             length_prefixed_digest("batch line"), "batch", context.model, context.model_revision
         )
         self._options = options or RunOptions()
-        self._slots = asyncio.Semaphore(self._options.window)
-        self._budget = ByteBudget(self._options.bytes_under_way)
+        self._window = Window(self._options.window, self._options.bytes_under_way)
         self._started: set[str] = set()  # row ids under way
         self._position = 0
         self.stats = RunStats()
@@ -92,7 +111,10 @@ class CaptionRun:
         self.stopping = True
 
     async def run(self, sources: Iterator[Source]) -> RunStats:
-        """Returns when every page has its durable row, or after `stop`. Raises OSError and `EngineGone`."""
+        """Returns when every page has its durable row, or after `stop`.
+
+        No file ends it: raises OSError of the output, `EngineGone` and what starting the engine raises.
+        """
         self.stats.started = time.monotonic()
         try:
             async with asyncio.TaskGroup() as pages:
@@ -105,7 +127,6 @@ class CaptionRun:
                         await self._feed_lines(pages, source.path)
                     else:
                         await self._feed_document(pages, source.path)
-                    self.stats.sources_done += 1
         except BaseExceptionGroup as group:
             error = group.exceptions[0]
             while isinstance(error, BaseExceptionGroup):
@@ -116,19 +137,23 @@ class CaptionRun:
         return self.stats
 
     async def _feed_document(self, pages: asyncio.TaskGroup, path: str) -> None:
-        try:
-            sha256 = await self._reader.identify(path)
-            self._journal.saw_document(path, self._context.question, sha256, self._position)
-            if self._keep_document(path, sha256):
-                return
-            document = await self._reader.open(path, sha256)
-        except UnreadableFile as error:
-            ref = PageRef(path, 0, 0, "")  # page 0: the file as a whole, which leaves its earlier rows alone
-            await self._write_error(ref, self._context, "unreadable_file", error.message)
+        sha256 = await outcome(path, self._reader.identify(path))
+        if isinstance(sha256, Refusal):
+            # page 0: the file as a whole, which leaves its earlier rows alone
+            await self._write_refusal(PageRef(path, 0, 0, ""), self._context, sha256)
+            self.stats.know(1)
             return
-        except ImageError as error:
-            await self._write_error(PageRef(path, 1, 0, sha256), self._context, error.code, error.message)
+        self._journal.saw_document(path, self._context.question, sha256, self._position)
+        if self._keep_document(path, sha256):
             return
+        document = await outcome(path, self._reader.open(path, sha256))
+        if isinstance(document, Refusal):
+            is_known = document.code != UnreadableFile.code
+            ref = PageRef(path, 1, 0, sha256) if is_known else PageRef(path, 0, 0, "")
+            await self._write_refusal(ref, self._context, document)
+            self.stats.know(1)
+            return
+        self.stats.know(document.num_pages)
         for index in range(document.num_pages):
             ref = PageRef(path, index + 1, document.num_pages, sha256)
             await self._start(pages, ref, self._context, document.page_bytes, self._loader(document, index))
@@ -136,39 +161,41 @@ class CaptionRun:
                 return
 
     def _loader(self, document: Document, index: int) -> LoadRequest:
-        async def load() -> tuple[str, list[ChatMessage], SamplingParams]:
-            image = await document.load(index)
-            digest = await asyncio.to_thread(lambda: hashlib.sha256(image).hexdigest())
-            return digest, self._question.messages(image), self._question.params
+        async def load() -> LoadedPage:
+            page = await document.load(index)
+            digest = await asyncio.to_thread(lambda: hashlib.sha256(page.data).hexdigest())
+            return LoadedPage(digest, self._question.messages(page.data), self._question.params, page.warning)
 
         return load
 
     async def _feed_lines(self, pages: asyncio.TaskGroup, path: str) -> None:
-        try:
-            lines = iterate_lines(path)
-            number = 0
-            while (line := await asyncio.to_thread(next, lines, None)) is not None and not self.stopping:
-                number += 1
-                await self._feed_line(pages, path, number, line)
-        except OSError:
-            await self._write_error(
-                PageRef(path, 0, 0, ""), self._line_context, "unreadable_file", UnreadableFile.message
-            )
+        lines = read_lines(path)
+        number = 0
+        while not self.stopping:
+            line = await outcome(path, asyncio.to_thread(next, lines, None))
+            if line is None:
+                break
+            number += 1
+            if isinstance(line, Refusal):
+                await self._write_refusal(PageRef(path, 0, 0, ""), self._line_context, line)
+                break
+            await self._feed_line(pages, path, number, line)
+        self.stats.know(number)
 
     async def _feed_line(self, pages: asyncio.TaskGroup, path: str, number: int, line: bytes) -> None:
-        digest = hashlib.sha256(line.strip()).hexdigest()
-        try:
-            parsed, body_digest = await asyncio.to_thread(_parse, line)
-        except BadLine as error:
-            ref = PageRef(path, number, 0, digest, error.custom_id)
-            await self._write_error(ref, self._line_context, error.code, error.message)
+        ref = PageRef(path, number, 0, hashlib.sha256(line.strip()).hexdigest())
+        parsed = await outcome(f"{path}, line {number}", asyncio.to_thread(_parse, line))
+        if isinstance(parsed, Refusal):
+            ref = replace(ref, custom_id=parsed.custom_id)
+            await self._write_refusal(ref, self._line_context, parsed)
             return
+        request, body_digest = parsed
 
-        async def load() -> tuple[str, list[ChatMessage], SamplingParams]:
-            messages, params = await asyncio.to_thread(to_chat, parsed, default_max_tokens=BATCH_LINE_TOKENS)
-            return body_digest, messages, params
+        async def load() -> LoadedPage:
+            chat = await asyncio.to_thread(to_chat, request, default_max_tokens=BATCH_LINE_TOKENS)
+            return LoadedPage(body_digest, *chat)
 
-        ref = PageRef(path, number, 0, digest, parsed.custom_id)
+        ref = replace(ref, custom_id=request.custom_id)
         await self._start(pages, ref, self._line_context, 2 * len(line), load)
 
     def _settled(self, ref: PageRef, context: RowContext) -> str | None:
@@ -180,12 +207,15 @@ class CaptionRun:
         first = self._journal.row(PageRef(path, 1, 0, sha256).slot(self._context.question))
         if first is None or first["file_sha256"] != sha256:
             return False
-        refs = [PageRef(path, page + 1, 0, sha256) for page in range(max(1, first["page_count"]))]
-        states = [self._settled(ref, self._context) for ref in refs]
-        if not all(states):
-            return False
-        for state in states:
-            self.stats.keep(str(state))
+        states: Counter[str] = Counter()
+        for page in range(max(1, first["page_count"])):
+            state = self._settled(PageRef(path, page + 1, 0, sha256), self._context)
+            if state is None:
+                return False
+            states[state] += 1
+        for state in states.elements():
+            self.stats.keep(state)
+        self.stats.know(states.total())
         return True
 
     async def _start(
@@ -197,9 +227,9 @@ class CaptionRun:
             return
         row_id = ref.row_id(context)
         if row_id in self._started:  # named twice
+            self.stats.pages_known -= 1
             return
-        await self._slots.acquire()
-        await self._budget.acquire(num_bytes)
+        await self._window.enter(num_bytes)
         self._started.add(row_id)
         pages.create_task(self._page(ref, context, num_bytes, row_id, load))
 
@@ -211,27 +241,25 @@ class CaptionRun:
             self.stats.add(row)
         finally:
             self._started.discard(row_id)
-            await self._budget.release(num_bytes)
-            self._slots.release()
+            await self._window.leave(num_bytes)
 
     async def _row(self, ref: PageRef, context: RowContext, load: LoadRequest) -> Row:
-        try:
-            digest, messages, params = await load()
-        except (ImageError, BadLine) as error:
-            return await self._append(error_row(ref, context, error.code, error.message))
-        except UnreadableFile as error:
-            return await self._append(error_row(ref, context, "unreadable_file", error.message))
-        return await self._answerer.write_row(ref, context, digest, messages, params)
+        page = await outcome(f"{ref.path}, page {ref.page}", load())
+        if isinstance(page, Refusal):
+            return await self._append(error_row(ref, context, page.code, page.message))
+        ref = replace(ref, warning=page.warning)
+        return await self._answerer.write_row(PageWork(ref, context, page.digest, page.messages, page.params))
 
     async def _append(self, row: Row) -> Row:
         await self._journal.append(row)
         return row
 
-    async def _write_error(self, ref: PageRef, context: RowContext, code: str, message: str) -> None:
+    async def _write_refusal(self, ref: PageRef, context: RowContext, refusal: Refusal) -> None:
         if state := self._settled(ref, context):
             self.stats.keep(state)
         else:
-            self.stats.add(await self._append(error_row(ref, context, code, message)))
+            row = error_row(ref, context, refusal.code, refusal.message)
+            self.stats.add(await self._append(row))
 
 
 def _parse(line: bytes) -> tuple[BatchLine, str]:

@@ -21,7 +21,7 @@ def caption_command(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Where rows go; an existing one is continued.")
+        Path, typer.Option("-o", "--output", help="Where rows go; an existing one is continued. - is stdout.")
     ],
     preset: Annotated[
         Literal["caption", "text", "summary", "fields"] | None,

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import mmap
 import os
-from collections.abc import Awaitable, Callable
+import stat
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
+from typing import TypeVar
 
 from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
 from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits, is_pdf
+from preprocess.probe import sniff
 from preprocess.types import ImageError
 from vlm.caption.rasterise import PageRenderer
+from vlm.caption.rows import INTERNAL, PageWarning
+from vlm.cli.names import one_line
+from vlm.requests.lines import BadLine, iterate_lines
 
-_CHUNK = 1 << 20
+_HEAD_BYTES, _CHUNK = 1024, 4 << 20
 _PDF_PAGE_BYTES = 4 << 20  # what a drawn page is taken to need until it is there
 
-LoadPage = Callable[[int], Awaitable[bytes]]
-"""Bytes of page `index` (from 0). Raises ImageError."""
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TEXT_NOT_DRAWN = PageWarning(
+    "text_not_drawn",
+    "Text of the page is not in its picture: fonts are missing that the PDF does not bring along.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageImage:
+    """A page's bytes, and what is to be known of them."""
+
+    data: bytes
+    warning: PageWarning | None = None
+
+
+LoadPage = Callable[[int], Awaitable[PageImage]]
+"""Page `index` (from 0). Raises ImageError and `UnreadableFile`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +62,105 @@ class Document:
 
 
 class UnreadableFile(Exception):
-    """The file can't be read now; nothing is known of its content."""
+    """The file can't be read now; nothing is known of its content. `message` is a fixed text."""
 
-    message = "The file can't be read."
+    code = "unreadable_file"
+
+    def __init__(self, reason: str) -> None:
+        self.message = f"The file can't be read: {reason}."
+        super().__init__(self.message)
 
 
-def _head(path: str) -> tuple[bytes, int]:
-    with open(path, "rb") as file:
-        return file.read(1024), os.fstat(file.fileno()).st_size
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why there is nothing to ask about; the message is a fixed text."""
+
+    code: str
+    message: str
+    custom_id: str | None = None
 
 
-def _sha256(path: str) -> str:
+async def outcome(where: str, making: Awaitable[T]) -> T | Refusal:
+    """What is made of a file. Nothing that a file does ends a run: what nobody foresaw is logged and its row
+    says that the fault is ours."""
+    try:
+        return await making
+    except (ImageError, BadLine, UnreadableFile) as error:
+        return Refusal(error.code, error.message, getattr(error, "custom_id", None))
+    except Exception:
+        log.exception("%s", one_line(where))
+        return Refusal(*INTERNAL)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[BufferedReader]:
+    """The file, opened. Raises `UnreadableFile`, also for an OSError of whoever reads it."""
+    try:
+        # without waiting: a pipe's opening would last until somebody writes into it
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UnreadableFile("it is a folder, a pipe, a socket or a device")
+            yield file
+    except OSError as error:
+        raise UnreadableFile((error.strerror or "the system does not say why").lower()) from None
+
+
+def read_lines(path: str) -> Iterator[bytes]:
+    """Of a batch file. Raises `UnreadableFile`."""
+    with _reading(path):
+        yield from iterate_lines(path)
+
+
+def _look(path: str) -> tuple[bytes, int]:
+    """(the first bytes, the size)"""
+    with _reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return file.read(min(_HEAD_BYTES, size)) or b"", size
+
+
+def _sha256(path: str, size: int, stopped: threading.Event) -> str:
+    """Of the `size` bytes that a file had when it was looked at: some grow for ever, some hold none."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
+    with _reading(path) as file:
+        while size > 0 and not stopped.is_set() and (chunk := file.read(min(_CHUNK, size))):
             digest.update(chunk)
+            size -= len(chunk)
     return digest.hexdigest()
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def _read(path: str, max_bytes: int) -> bytes:
+    with _reading(path) as file:
+        data = file.read(max_bytes + 1) or b""  # it may have grown since it was looked at
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
+    return data
 
 
 def _tiff_offsets(path: str, max_pages: int) -> list[int]:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return page_offsets(data, max_pages)
 
 
 def _tiff_page(path: str, offset: int, max_bytes: int) -> bytes:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return page_file(data, offset, max_bytes)
+
+
+def _too_large(max_bytes: int) -> ImageError:
+    return ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
+
+
+def _check_format(path: str, head: bytes) -> None:
+    """Raises ImageError for what is neither an image nor a PDF."""
+    try:
+        sniff(head)
+    except ImageError as error:
+        if not head:
+            return  # told as an empty image
+        if path.lower().endswith(".pdf"):
+            raise ImageError("invalid_pdf", "The file is named .pdf but is no PDF.") from None
+        raise ImageError(error.code, f"{error.message} PDFs are read too.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,50 +172,50 @@ class DocumentReader:
     page_limits: PageLimits
 
     async def identify(self, path: str) -> str:
-        """The sha256 of a file's bytes. Raises `UnreadableFile`."""
+        """The sha256 of a file's bytes. Raises `UnreadableFile`, and ImageError `file_too_large`."""
+        head, size = await asyncio.to_thread(_look, path)
+        limit_mb = self.page_limits.max_file_mb
+        if size > limit_mb << 20 and not is_tiff(head):
+            raise ImageError("file_too_large", f"The file has more than {limit_mb} MiB.")
+        stopped = threading.Event()
         try:
-            return await asyncio.to_thread(_sha256, path)
-        except OSError:
-            raise UnreadableFile from None
+            return await asyncio.to_thread(_sha256, path, size, stopped)
+        except asyncio.CancelledError:
+            stopped.set()  # or the program would wait for the thread
+            raise
 
     async def open(self, path: str, file_sha256: str) -> Document:
         """Raises ImageError for a file that can't be split into pages, and `UnreadableFile`."""
-        try:
-            head, size = await asyncio.to_thread(_head, path)
-            if is_pdf(head):
-                return await self._open_pdf(path, file_sha256, size)
-            if is_tiff(head):
-                offsets = await asyncio.to_thread(_tiff_offsets, path, self.page_limits.max_pages)
-                if len(offsets) > 1:
-                    return self._open_tiff(path, file_sha256, size, offsets)
-        except OSError:
-            raise UnreadableFile from None
-        if size > self.image_limits.max_bytes:
-            raise ImageError(
-                "image_too_large", f"The image has more than {self.image_limits.max_bytes} bytes."
-            )
-        return Document(file_sha256, 1, size, lambda index: _on_thread(_read, path))
+        head, size = await asyncio.to_thread(_look, path)
+        if is_pdf(head):
+            return await self._open_pdf(path, file_sha256)
+        _check_format(path, head)
+        if is_tiff(head):
+            offsets = await asyncio.to_thread(_tiff_offsets, path, self.page_limits.max_pages)
+            if len(offsets) > 1:
+                return self._open_tiff(path, file_sha256, size, offsets)
+        max_bytes = self.image_limits.max_bytes
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        return Document(file_sha256, 1, size, lambda index: _on_thread(_read, path, max_bytes))
 
-    async def _open_pdf(self, path: str, file_sha256: str, size: int) -> Document:
-        limit_mb = self.page_limits.max_file_mb
-        if size > limit_mb << 20:
-            raise ImageError("file_too_large", f"The PDF has more than {limit_mb} MiB.")
+    async def _open_pdf(self, path: str, file_sha256: str) -> Document:
         num_pages = await self.renderer.count(path)
-        return Document(
-            file_sha256, num_pages, _PDF_PAGE_BYTES, lambda index: self.renderer.render(path, index)
-        )
+
+        async def load(index: int) -> PageImage:
+            page = await self.renderer.render(path, index)
+            return PageImage(page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
+
+        return Document(file_sha256, num_pages, _PDF_PAGE_BYTES, load)
 
     def _open_tiff(self, path: str, file_sha256: str, size: int, offsets: list[int]) -> Document:
         max_bytes = self.image_limits.max_bytes
 
-        async def load(index: int) -> bytes:
+        async def load(index: int) -> PageImage:
             return await _on_thread(_tiff_page, path, offsets[index], max_bytes)
 
         return Document(file_sha256, len(offsets), size // len(offsets) + 1, load)
 
 
-async def _on_thread(function: Callable[..., bytes], *arguments: object) -> bytes:
-    try:
-        return await asyncio.to_thread(function, *arguments)
-    except OSError:
-        raise UnreadableFile from None
+async def _on_thread(function: Callable[..., bytes], *arguments: object) -> PageImage:
+    return PageImage(await asyncio.to_thread(function, *arguments))

@@ -5,12 +5,15 @@ Only names are looked at here. Memory holds one folder's names at a time, howeve
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from stat import S_ISREG
+
+from vlm.cli.errors import CommandError
 
 READABLE = frozenset(
     (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".tif", ".tiff", ".bmp", ".dib", ".pdf")
@@ -18,9 +21,11 @@ READABLE = frozenset(
 UNREADABLE = frozenset((".heic", ".heif", ".avif", ".svg", ".ico", ".jp2"))
 """Images of formats that aren't accepted: in a folder each gets an error row rather than silence."""
 
+_LIST_BYTES = 1 << 20  # of a list file at a time
 
-class InputError(ValueError):
-    """An argument that names nothing that can be captioned; the text is for the user."""
+
+class InputError(CommandError):
+    """An argument that names nothing that can be captioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +63,84 @@ def check_arguments(arguments: Sequence[str]) -> None:
             "give files, folders, globs or @list.txt, for example: vlm caption scans/ -o out.jsonl"
         )
     for argument in arguments:
-        path = Path(argument)
-        if argument.startswith("@") and not os.path.lexists(argument):
-            if not Path(argument[1:]).is_file():
-                raise InputError(f"there is no list file {argument[1:]}")
-        elif not path.exists() and not _matches(argument):
+        if argument == "-":
+            raise InputError("documents are not read from stdin; for one image use: vlm ask - QUESTION")
+        if _is_list(argument):
+            _check_list(argument[1:])
+        elif not os.path.exists(argument) and not _matches(argument):
             kind = "matches nothing" if glob.has_magic(argument) else "does not exist"
             raise InputError(f"{argument} {kind}")
+
+
+def _is_list(argument: str) -> bool:
+    return argument.startswith("@") and not os.path.lexists(argument)
+
+
+def _check_list(path: str) -> None:
+    """It is read twice: to count, and to caption."""
+    try:
+        if S_ISREG(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        raise InputError(f"there is no list file {path}") from None
+    raise InputError(f"the list file {path} is a folder, a pipe or a device; it must be a regular file")
 
 
 def _matches(argument: str) -> bool:
     return glob.has_magic(argument) and next(glob.iglob(argument, recursive=True), None) is not None
 
 
-def find_sources(arguments: Sequence[str], skipped: Skipped | None = None) -> Iterator[Source]:
-    """Files in the arguments' order. A file that is named twice comes twice; its rows are written once."""
+def find_sources(
+    arguments: Sequence[str], skipped: Skipped | None = None, outputs: Collection[str] = ()
+) -> Iterator[Source]:
+    """Files in the arguments' order. A file that is named twice comes twice; its rows are written once.
+
+    outputs: of this run; where they are found among the inputs they are no documents.
+    """
     skipped = skipped if skipped is not None else Skipped()
+    names = {os.path.basename(output) for output in outputs}
+    for source in _find(arguments, skipped):
+        if os.path.basename(source.path) in names and os.path.realpath(source.path) in outputs:
+            skipped.add(source.path)
+        else:
+            yield source
+
+
+def _find(arguments: Sequence[str], skipped: Skipped) -> Iterator[Source]:
     for argument in arguments:
-        if argument.startswith("@") and not os.path.lexists(argument):
-            with open(argument[1:], encoding="utf-8", errors="surrogateescape") as lines:
-                for line in lines:
-                    if line.strip():
-                        yield from _expand(line.strip(), skipped)
+        if _is_list(argument):
+            for name in _listed(argument[1:]):
+                yield from _expand(name, skipped)
         else:
             yield from _expand(argument, skipped)
+
+
+def _listed(path: str) -> Iterator[str]:
+    """Names of a list file, one a line, or each ended by a null byte as `find -print0` writes them."""
+    with open(path, "rb") as file:
+        rest = file.read(_LIST_BYTES).removeprefix(codecs.BOM_UTF8)
+        end = b"\0" if b"\0" in rest else b"\n"
+        while rest:
+            *names, rest = rest.split(end)
+            more = file.read(_LIST_BYTES)
+            if not more:
+                names, rest = [*names, rest], b""
+            rest += more
+            for name in names:
+                listed = os.fsdecode(name.removesuffix(b"\r") if end == b"\n" else name)
+                if listed.strip():
+                    yield listed if os.path.lexists(listed) else listed.strip()
 
 
 def _expand(argument: str, skipped: Skipped) -> Iterator[Source]:
     path = os.path.normpath(argument)
     if os.path.isdir(path):
-        yield from _walk(path, skipped, ())
+        yield from _walk(path, skipped)
     elif glob.has_magic(argument) and not os.path.lexists(path):
         for found in sorted(glob.iglob(argument, recursive=True), key=natural_key):
             if os.path.isdir(found):
                 if "**" not in argument:  # "**" names the folders' content by itself
-                    yield from _walk(os.path.normpath(found), skipped, ())
+                    yield from _walk(os.path.normpath(found), skipped)
             else:
                 yield _source(os.path.normpath(found))
     else:
@@ -103,25 +151,47 @@ def _source(path: str) -> Source:
     return Source(path, is_batch=path.lower().endswith(".jsonl"))
 
 
-def _walk(folder: str, skipped: Skipped, above: tuple[tuple[int, int], ...]) -> Iterator[Source]:
+@dataclass(slots=True)
+class _Folder:
+    identity: tuple[int, int]  # device, inode
+    entries: Iterator[os.DirEntry[str]]
+
+
+def _walk(path: str, skipped: Skipped) -> Iterator[Source]:
     """Files and folders together in natural order; hidden ones left out, loops of links cut."""
-    try:
-        status = os.stat(folder)
-        with os.scandir(folder) as found:
-            entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=_entry_key)
-    except OSError:
-        yield Source(folder)  # becomes an error row
-        return
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        return
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry.path, skipped, (*above, here))
+    above: list[_Folder] = []  # without recursion: folders may lie deeper than Python's stack
+
+    def enter(folder: str) -> Iterator[Source]:
+        try:
+            status = os.stat(folder)
+            identity = (status.st_dev, status.st_ino)
+            if identity in (upper.identity for upper in above):
+                return
+            with os.scandir(folder) as found:
+                entries = sorted((e for e in found if not e.name.startswith(".")), key=_entry_key)
+        except OSError:
+            yield Source(folder)  # becomes an error row
+            return
+        above.append(_Folder(identity, iter(entries)))
+
+    yield from enter(path)
+    while above:
+        entry = next(above[-1].entries, None)
+        if entry is None:
+            above.pop()
+        elif _is_folder(entry):
+            yield from enter(entry.path)
         elif os.path.splitext(entry.name)[1].lower() in READABLE | UNREADABLE:
             yield Source(entry.path)
         else:
             skipped.add(entry.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link whose target can't be looked at
+        return False
 
 
 def _entry_key(entry: os.DirEntry[str]) -> tuple[tuple[int, int, str], ...]:

@@ -37,7 +37,7 @@ class Journal:
         """Raises `OutputBusy`, `NotAnOutput`, OSError. Repairs a last line that a kill tore."""
         self.path = path
         self.num_loaded = 0
-        self.num_damaged = 0  # lines in the middle that are no rows
+        self.num_damaged = 0  # lines in the middle that are no rows, or hold raw bytes of a name
         self._fd = _open_locked(path)
         self._index = JournalIndex()
         try:
@@ -58,11 +58,10 @@ class Journal:
                     raise NotAnOutput(f"{self.path} exists and is not an output of this command")
                 if not line.endswith(b"\n"):
                     return self._repair_tail(offset, line, row)
-                if row is None:
-                    self.num_damaged += 1
-                else:
+                if row is not None:
                     self._index.put(row, offset, len(line))
                     self.num_loaded += 1
+                self.num_damaged += row is None or not _is_utf8(line)
                 offset += len(line)
         return offset
 
@@ -130,13 +129,16 @@ class Journal:
         fresh = os.open(fresh_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(fresh, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.ftruncate(fresh, 0)
             with open(fresh, "wb", closefd=False) as out:
                 for offset, length in self._index.live_places(in_input_order=False):
-                    out.write(os.pread(self._fd, length, offset))
+                    out.write(_clean(os.pread(self._fd, length, offset)))
             os.fsync(fresh)
             os.rename(fresh_path, self.path)
         except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh_path)
             os.close(fresh)
             raise
         sync_folder(self.path.parent)
@@ -151,13 +153,27 @@ class Journal:
         os.close(self._fd)
 
 
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _clean(line: bytes) -> bytes:
+    """The row as it is written today."""
+    row = None if _is_utf8(line) else decode(line)
+    return line if row is None else encode(row)
+
+
 def _open_locked(path: Path) -> int:
     """Opens or creates, and locks. A rename between the two means that the lock is on a dead file: again."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NotAnOutput(f"{path} is no regular file")
+                raise NotAnOutput(f"{path} is no regular file (rows go to stdout with: -o -)")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):

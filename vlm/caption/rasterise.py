@@ -6,13 +6,20 @@ import asyncio
 import contextlib
 import json
 import signal
+from dataclasses import asdict
 from typing import Any
 
-from preprocess.pages import PageLimits, command
+from preprocess.pages import DrawnPage, PageLimits
 from preprocess.types import ImageError
+from workers.local.children import child_environment, module_command
 
 _START_TIMEOUT_S = 60.0
 _MAX_PAGE_BYTES = 256 << 20
+
+
+def command(limits: PageLimits) -> list[str]:
+    """The command line of a drawing process."""
+    return [*module_command("preprocess.pages"), json.dumps(asdict(limits))]
 
 
 class _Crashed(Exception):
@@ -36,6 +43,8 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=1 << 22,
+            process_group=0,  # Ctrl-C would reach it before it ignores it
+            env=child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
         )
         self._process = process
         assert process.stdout
@@ -103,10 +112,10 @@ class PageRenderer:
         header, _ = await self._ask(path, None)
         return int(header["count"])
 
-    async def render(self, path: str, page: int) -> bytes:
-        """Page `page` (from 0) as a PNG. Raises ImageError as `count` does, and `invalid_page`."""
-        _, png = await self._ask(path, page)
-        return png
+    async def render(self, path: str, page: int) -> DrawnPage:
+        """Page `page` (from 0), drawn. Raises ImageError as `count` does, and `invalid_page`."""
+        header, png = await self._ask(path, page)
+        return DrawnPage(png, bool(header["lacks_text"]))
 
     async def _ask(self, path: str, page: int | None) -> tuple[dict[str, Any], bytes]:
         async with self._free:

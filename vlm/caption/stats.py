@@ -25,14 +25,19 @@ class RunStats:
     cached_tokens: int = 0
     completion_tokens: int = 0
     sources_found: int = 0  # by the counting pass, which runs ahead
-    sources_done: int = 0  # handed on by the feed
+    all_found: bool = False  # the counting pass has ended
+    sources_known: int = 0  # files whose pages are counted
+    pages_known: int = 0  # in these files
     error_codes: Counter[str] = field(default_factory=Counter)
+    warning_codes: Counter[str] = field(default_factory=Counter)
     slowest: list[tuple[float, str, int]] = field(default_factory=list)  # heap of (total_ms, path, page)
     started: float = field(default_factory=time.monotonic)
     _recent: deque[tuple[float, int]] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_RECENT))
 
     def add(self, row: Row) -> None:
         self.pages_done += 1
+        if "warning" in row:
+            self.warning_codes[row["warning"]["code"]] += 1
         tokens = 0
         if "error" in row:
             self.errors += 1
@@ -72,10 +77,21 @@ class RunStats:
             span_s = now - recent[0][0]
         return len(recent) / max(span_s, 1e-3), sum(tokens for _, tokens in recent) / max(span_s, 1e-3)
 
-    def remaining_s(self) -> float | None:
-        """From the files that are left and the pages per file so far; None while that says nothing."""
-        pages_per_s, _ = self.rates()
-        if not (self.sources_done and self.num_pages and pages_per_s):
+    def know(self, num_pages: int) -> None:
+        """The feed has come to the next file, which has so many pages."""
+        self.sources_known += 1
+        self.pages_known += num_pages
+
+    def total_pages(self) -> tuple[int, bool] | None:
+        """(pages of all inputs, whether that is more than a guess from the pages per file so far)."""
+        if not (self.all_found and self.pages_known):
             return None
-        left = max(0, self.sources_found - self.sources_done)
-        return left * self.num_pages / self.sources_done / pages_per_s
+        left = max(0, self.sources_found - self.sources_known)
+        total = self.pages_known + round(left * self.pages_known / self.sources_known)
+        return max(total, self.num_pages), not left or self.pages_known == self.sources_known
+
+    def remaining_s(self) -> float | None:
+        """None while nothing says how much is left, or how fast it goes."""
+        pages_per_s, _ = self.rates()
+        total = self.total_pages()
+        return (total[0] - self.num_pages) / pages_per_s if total and pages_per_s else None

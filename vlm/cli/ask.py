@@ -14,7 +14,7 @@ from typing import Any
 from llm.request import Delta, Failed, Finished, SamplingParams, Timings, Usage
 from vlm.build import build_local_pipeline
 from vlm.cli.errors import BAD_INPUT, FAILURE, CommandError
-from vlm.cli.images import naming, read_image
+from vlm.cli.images import check_stdin, name_of, naming, read_image
 from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
 
@@ -98,7 +98,7 @@ async def _ask_all(
 ) -> list[Answer]:
     pipeline = build_local_pipeline(options)
     for path, data in images:
-        with naming(path):
+        with naming(path, data):
             pipeline.plan_image(ImageInput(data))
     await pipeline.start()
     try:
@@ -106,7 +106,7 @@ async def _ask_all(
             await answer(pipeline, [data for _, data in images], question, params) for question in questions
         ]
     except BadImage as error:
-        raise CommandError(f"{images[error.index][0]}: {error}") from None
+        raise CommandError(f"{name_of(images[error.index][0])}: {error}") from None
     finally:
         await pipeline.close()
 
@@ -136,6 +136,7 @@ def ask(
         raise CommandError("the question is empty")
     if not all(_is_text(question) for question in asked):
         raise CommandError("the question is not valid text in this terminal's encoding")
+    check_stdin(paths)
     images = [(path, read_image(path)) for path in paths]
     answers = asyncio.run(_ask_all(options, images, asked, params))
     if as_json:

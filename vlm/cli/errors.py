@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-BAD_INPUT, FAILURE, PARTIAL = 2, 1, 3
+from vlm.cli.names import one_line
+
+BAD_INPUT, FAILURE, PARTIAL, INTERRUPTED = 2, 1, 3, 130
 
 
 class CommandError(Exception):
@@ -22,6 +25,17 @@ class CommandError(Exception):
 
 class HelpWanted(CommandError):
     """A group of commands was called without one. The message is its help, printed as it is."""
+
+
+class OneLine(logging.Formatter):
+    """Log lines of a command: an exception is named, its traceback shown where VLM_DEBUG is set."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if os.environ.get("VLM_DEBUG"):
+            return super().format(record)
+        error = record.exc_info[1] if record.exc_info else None
+        said = f": {type(error).__name__}: {error}" if error else ""
+        return one_line(f"vlm: {record.getMessage()}{said}")
 
 
 def _exit_code(error: BaseException) -> int:
@@ -44,9 +58,11 @@ def _message(error: BaseException) -> str:
     text = format_message() if callable(format_message) else str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
+    if not isinstance(error, CommandError | OSError):  # those name files as they are
+        text = " ".join(text.split())
     context = getattr(error, "ctx", None)  # of usage errors: the command that was called wrongly
     hint = f" (see: {context.command_path} --help)" if context else ""
-    return (" ".join(text.split()) or type(error).__name__) + hint
+    return one_line(text or type(error).__name__) + hint
 
 
 def _end_output() -> None:
@@ -65,14 +81,17 @@ def run(command: Callable[[], object]) -> NoReturn:
     """Runs the command line and exits the process, with the code that the command returns if it does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    if sys.stderr is None:  # it is where the caller closed it; None would mean stdout
+        sys.stderr = io.StringIO()
+    if logging.lastResort is not None:  # what writes where a command sets up no logs
+        logging.lastResort.setFormatter(OneLine())
     try:
         try:
             code = command()
         finally:
             _end_output()
     except KeyboardInterrupt:
-        print("vlm: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         sys.exit(FAILURE)
@@ -86,4 +105,6 @@ def run(command: Callable[[], object]) -> NoReturn:
             _drop_output()
         print(f"vlm: {_message(error)}", file=sys.stderr)
         sys.exit(_exit_code(error))
+    if code == INTERRUPTED:  # what the command line library makes of Ctrl-C, too
+        print("vlm: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

@@ -96,7 +96,7 @@ def ask(
         list[str],
         typer.Argument(
             metavar="IMAGE... [QUESTION]",
-            help="Images, then the question. Of a TIFF or GIF the first page or frame.",
+            help="Images, then the question; - is stdin. Of a TIFF or GIF the first page or frame.",
         ),
     ],
     question: Annotated[
@@ -131,7 +131,9 @@ def ask(
 def tokens(
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGE...", readable=False, help="Images; only their headers are read."),
+        typer.Argument(
+            metavar="IMAGE...", readable=False, help="Images, - for stdin; only their headers are read."
+        ),
     ],
     model: Model = "default",
     detail: Annotated[Literal["auto", "low", "high"], typer.Option(help="As in the API.")] = "auto",

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preprocess.limits import ImageLimits
-from preprocess.probe import probe
 from preprocess.types import Detail
 from vlm.cli.errors import BAD_INPUT, PARTIAL, CommandError
-from vlm.cli.images import naming, read_image
+from vlm.cli.images import check_stdin, name_of, naming, read_image
+from vlm.cli.names import one_line
+from vlm.headers import read_header
 from vlm.spec import ModelSpec
 
 
 def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
-    info = probe(data, ImageLimits())
+    info = read_header(data)
     grid = spec.preprocess_spec(detail).rule.grid(info.width, info.height, detail)
     image_tokens = spec.geometry.num_visual_tokens(grid.num_tiles)
     return {
@@ -35,18 +35,21 @@ def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
 
 def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: bool) -> None:
     """One image that can't be read does not keep the others' costs back; the exit code tells."""
+    check_stdin(paths)
     spec = ModelSpec.load(model, files="text")
-    rows, refusals = [], []
+    rows: list[dict[str, Any]] = []
+    refusals: list[CommandError] = []
     for path in paths:
         try:
-            with naming(path):
-                rows.append({"path": str(path), **image_cost(spec, read_image(path), detail)})
+            data = read_image(path)
+            with naming(path, data):
+                rows.append({"path": name_of(path), **image_cost(spec, data, detail)})
         except CommandError as error:
-            refusals.append(str(error))
+            refusals.append(error)
     if not rows and len(refusals) == 1:
-        raise CommandError(refusals[0])
+        raise refusals[0]
     for refusal in refusals:
-        print(f"vlm: {refusal}", file=sys.stderr)
+        print(f"vlm: {one_line(str(refusal))}", file=sys.stderr)
     if rows:
         _print_rows(spec, rows, as_json=as_json)
     if refusals:
@@ -65,8 +68,9 @@ def _print_rows(spec: ModelSpec, rows: Sequence[dict[str, Any]], *, as_json: boo
     )
     for row in rows:
         size, grid = f"{row['width']}x{row['height']}", f"{row['rows']}x{row['cols']}"
+        name = one_line(row["path"])[-32:]
         print(
-            f"{row['path'][-32:]:32} {size:>11} {grid:>7} {row['tiles']:>5} {row['image_tokens']:>13} "
+            f"{name:32} {size:>11} {grid:>7} {row['tiles']:>5} {row['image_tokens']:>13} "
             f"{row['prompt_tokens']:>7} {row['kv_bytes']:>12,}"
         )
     if len(rows) > 1:

@@ -11,11 +11,10 @@ import typer
 
 from encoder.geometry import TowerShape
 from llm.cost import CostError
-from preprocess.limits import ImageLimits
-from preprocess.probe import probe
 from preprocess.types import TileGrid
-from vlm.cli.images import naming, read_image
+from vlm.cli.images import check_stdin, naming, read_image
 from vlm.cli.options import Json
+from vlm.headers import read_header
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
 from vlm.plan.labs import image_lab as images
 from vlm.plan.options import (
@@ -54,9 +53,11 @@ def _tower(model: PlannedModel) -> TowerShape:
 def _probe_sizes(paths: list[Path]) -> list[tuple[int, int]]:
     """(width, height) from the headers; nothing is decoded. Raises CommandError."""
     sizes = []
+    check_stdin(paths)
     for path in paths:
-        with naming(path):
-            info = probe(read_image(path), ImageLimits())
+        data = read_image(path)
+        with naming(path, data):
+            info = read_header(data)
         sizes.append((info.width, info.height))
     return sizes
 

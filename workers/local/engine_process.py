@@ -32,6 +32,7 @@ from workers.contract.messages import (
     request_to_json,
 )
 from workers.contract.streams import StreamTable, end_tasks
+from workers.local.children import child_environment
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
 
@@ -210,7 +211,7 @@ class EngineProcess:
                 [*self._command, "--fd", str(theirs.fileno()), "--progress-fd", str(progress_fd)],
                 pass_fds=[theirs.fileno(), progress_fd],
                 process_group=0,  # Ctrl-C would reach it before it ignores it
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment()},
             )
         finally:
             theirs.close()

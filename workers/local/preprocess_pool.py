@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -25,6 +22,7 @@ from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.contract.stages import (
     MAX_ATTEMPTS,
     DecodeLimits,
+    StageUnavailable,
     Urgency,
     deadline_passed,
     overloaded,
@@ -32,12 +30,11 @@ from workers.contract.stages import (
     unreachable,
 )
 from workers.contract.turns import Turns
+from workers.local.children import child_environment, module_command
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,13 @@ class LocalPreprocess:
         return sorted(process.pid for process in self._processes)
 
     async def start(self) -> None:
-        """Starts the processes and waits until each has answered."""
+        """Starts the processes and waits until each has answered. Raises OSError and StageUnavailable."""
         for _ in range(self._num_processes):
             self._idle.put_nowait(self._spawn())
-        await asyncio.gather(*(process.ready() for process in self._processes))
+        try:
+            await asyncio.gather(*(process.ready() for process in self._processes))
+        except EOFError:
+            raise StageUnavailable("preprocessing_unavailable", "A decode process did not start.") from None
 
     async def close(self) -> None:
         self._closed = True
@@ -198,14 +198,14 @@ class DecodeProcess:
     def __init__(self, memory_bytes: int) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        command = [sys.executable, "-m", "workers.local.decode_process", "--fd", str(theirs.fileno())]
+        command = [*module_command("workers.local.decode_process"), "--fd", str(theirs.fileno())]
         try:
             self._child = subprocess.Popen(
                 [*command, "--memory-bytes", str(memory_bytes)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C would reach it before it ignores it
-                env=_child_environment(),
+                env=child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
             )
         except OSError:
             self._socket.close()
@@ -285,9 +285,3 @@ async def _unless_hung(process: DecodeProcess, call: Coroutine[Any, Any, T], han
                 raise TimeoutError
     finally:
         task.cancel()
-
-
-def _child_environment() -> dict[str, str]:
-    """One thread, and our packages importable wherever the parent found them."""
-    path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
