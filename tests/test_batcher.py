@@ -211,6 +211,24 @@ def test_a_failure_is_remembered_while_it_is_held_and_asking_again_is_a_new_atte
     assert subject.failed("b") is None
 
 
+@pytest.mark.parametrize("how", ["encoder", "told"])
+def test_a_failure_ends_with_the_last_who_holds_its_key(how: str) -> None:
+    """At once: whoever asks next may come before any other image does."""
+    subject = batcher(FakeEncoder(poison=0), held="aa")
+    if how == "encoder":
+        subject.put_tiles("a", tiles(1))
+        subject.step()
+    else:
+        subject.fail("a", ENCODE_FAILED)
+    subject.cache.release("a")
+    assert subject.failed("a") == ENCODE_FAILED
+    subject.cache.release("a")
+    assert subject.failed("a") is None
+    subject.fail("a", ENCODE_FAILED)
+    subject.cache.hold("a")
+    assert subject.failed("a") is None, "nobody waited for it"
+
+
 def test_another_number_of_rows_than_planned_fails_only_that_image() -> None:
     def short(images: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros((len(one) * TOKENS - (len(one) == 3), 1)) for one in images]

@@ -164,6 +164,7 @@ class RemoteVisuals:
         """
         state = self._ledger.look(name, flight.waiter)
         if state.verdict is not None:
+            self._ledger.leave(name, flight.waiter)  # a replica that wants the key from now on waits anew
             return InboxMessage("fail", flight.key, "", *state.verdict)
         if state.running:
             flight.at_work = time.monotonic()
@@ -173,6 +174,7 @@ class RemoteVisuals:
         if state.attempts >= MAX_ATTEMPTS:
             self._ledger.fail(name, *ENCODING_FAILED)
             self._ledger.announce(name)
+            self._ledger.leave(name, flight.waiter)
             return InboxMessage("fail", flight.key, "", *ENCODING_FAILED)
         if self._ledger.claim(name):
             try:

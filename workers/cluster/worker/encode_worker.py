@@ -176,7 +176,7 @@ def _encode(
         return "undone"
     except BlobStoreFull:
         full = overloaded()
-        ledger.fail(name, full.code, full.message, 1.0)
+        ledger.fail(name, full.code, full.message)
     return "done"
 
 

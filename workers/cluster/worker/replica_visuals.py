@@ -209,7 +209,7 @@ class ReplicaVisuals:
                 self._ledger.fail(name, *(ENCODING_FAILED if failure == BAD_TILES else failure))
         except BlobStoreFull:
             full = overloaded()
-            self._ledger.fail(name, full.code, full.message, 1.0)
+            self._ledger.fail(name, full.code, full.message)
         finally:
             heartbeat.__exit__(None, None, None)
             self._ledger.end(name, token, outcome)

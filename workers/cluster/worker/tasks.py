@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 TILES_TTL_S = 120.0
 UNWANTED_BEATS = 4
-_FULL_TTL_S = 1.0  # those who wait now are told that the store is full, later ones try
 
 
 def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: DecodeLimits) -> None:
@@ -91,7 +90,7 @@ def _make_tiles(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> Outcome:
         store.put(job.tiles_blob, payload, TILES_TTL_S)
     except BlobStoreFull:
         error = overloaded()
-        ledger.fail(job.key, error.code, error.message, _FULL_TTL_S)
+        ledger.fail(job.key, error.code, error.message)
     return "done"
 
 
