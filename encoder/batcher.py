@@ -136,13 +136,17 @@ class TileBatcher:
     def put_tiles(self, key: str, tiles: np.ndarray, priority: Priority = "interactive") -> bool:
         """Queues an image's tiles; False if the key is cached or already waiting (single flight).
 
-        The key must be held in the cache, or the job is dropped. An earlier failure of the key is forgotten:
-        asking again is a new attempt.
+        A cached entry with another number of rows than the tiles give is not the key's. The key must be held
+        in the cache, or the job is dropped. An earlier failure of the key is forgotten: asking again is a new
+        attempt.
         """
         if not len(tiles):
             raise ValueError("an image has at least one tile")
-        if key in self.cache:
-            return False
+        cached = self.cache.get(key)
+        if cached is not None:
+            if len(cached) == len(tiles) * self._tokens_per_tile:
+                return False
+            self.cache.drop(key)
         job = self._jobs.get(key)
         if job is not None:
             self.counters.joined += 1

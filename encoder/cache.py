@@ -1,11 +1,10 @@
-"""Visual tokens by content key, bounded in bytes, or why they can't be had. Holds arrays, computes nothing."""
+"""Visual tokens by content key, or why they can't be had. Bounded in bytes; computes nothing."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
-
 
 Failure = tuple[str, str]  # (code, message), the message safe to show a client
 
@@ -112,6 +111,12 @@ class VisualCache:
 
     def forget_failure(self, key: str) -> None:
         self._failures.pop(key, None)
+
+    def drop(self, key: str) -> None:
+        """Forgets an entry that is not what its key says, whoever holds it."""
+        if key in self._entries:
+            self._doomed.discard(key)
+            self._remove(key)
 
     def discard(self, key: str) -> None:
         """Forgets one entry: at once, or when its last holder lets go."""

@@ -215,6 +215,20 @@ def test_lost_image_costs_no_attempt(ledger: WorkLedger, store: BlobStore) -> No
     assert ledger.claim(job.key)
 
 
+def test_bytes_that_are_not_the_image_of_their_digest_are_as_good_as_lost(
+    ledger: WorkLedger, store: BlobStore
+) -> None:
+    """Their tiles would be kept under the key of the image that was meant."""
+    other = io.BytesIO()
+    Image.new("RGB", (40, 30), "blue").save(other, "PNG")
+    job = job_for(image())
+    store.put(job.image_blob, other.getvalue(), 60)
+    ledger.look(job.key, "waiter")
+    run_tiles_job(job, store, ledger)
+    assert not store.exists(job.tiles_blob) and not store.exists(job.image_blob)
+    assert ledger.look(job.key, "waiter").attempts == 0
+
+
 def test_damaged_image_is_a_verdict_not_an_attempt(ledger: WorkLedger, store: BlobStore) -> None:
     data = image()[:60]
     job = job_for(data)

@@ -19,6 +19,7 @@ ENCODE_TASK = "encode.image"
 ENCODE_QUEUE = "encode"
 GENERATE_PREFIX = "generate."  # of replicas' queues
 SENT_HEADER = "vlm-sent-at"  # time.time() of whoever sent a message
+ROWS_HEADER = "vlm-num-rows"  # visual tokens that the image's plan has
 NODE, REPLICA, ENCODER = "node", "replica", "encoder"
 TILES_TTL_S = 120.0
 _INBOX_TTL_S = 120

@@ -18,7 +18,7 @@ from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.probe import open_header, page_digest
 from preprocess.stage import PreprocessSpec, tiles_key
-from preprocess.types import ImageError, Tiles
+from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
 from workers.cluster.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
@@ -89,7 +89,7 @@ class CeleryPreprocess:
         page: int = 0,
         urgency: Urgency | None = None,
     ) -> Tiles:
-        open_header(data, limits, page)
+        header = open_header(data, limits, page)
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         job = TilesJob(
             key=tiles_key(page_digest(digest, page), spec),
@@ -99,7 +99,8 @@ class CeleryPreprocess:
             page=page,
             cpu_s=self._limits.cpu_within(deadline_s),
         )
-        waiter = _Waiter(job, data, deadline_s, urgency or Urgency())
+        grid = spec.rule.grid(header.width, header.height, spec.detail)
+        waiter = _Waiter(job, data, grid, deadline_s, urgency or Urgency())
         wakers = self._wakers.setdefault(job.key, set())
         wakers.add(waiter.woken)
         try:
@@ -157,9 +158,13 @@ class CeleryPreprocess:
         payload = self._store.get(job.tiles_blob)
         if payload is not None:
             try:
-                return from_bytes(payload)
-            except ValueError:
+                return from_bytes(payload, waiter.grid)
+            except ValueError as misfit:
+                log.warning("the tiles stored for an image are not its own: %s", misfit)
                 self._store.delete(job.tiles_blob)
+                waiter.misfits += 1
+            if waiter.misfits >= MAX_ATTEMPTS:
+                raise unreachable()
         if state.attempts >= MAX_ATTEMPTS:
             error = processing_failed()
             self._ledger.fail(job.key, error.code, error.message)
@@ -216,10 +221,14 @@ class CeleryPreprocess:
 
 
 class _Waiter:
-    def __init__(self, job: TilesJob, data: bytes, deadline_s: float, urgency: Urgency) -> None:
+    def __init__(
+        self, job: TilesJob, data: bytes, grid: TileGrid, deadline_s: float, urgency: Urgency
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.job = job
         self.data = data
+        self.grid = grid  # as planned
+        self.misfits = 0  # tiles found that were damaged or of another grid
         self.deadline_s = deadline_s
         self.urgency = urgency
         self.woken = asyncio.Event()

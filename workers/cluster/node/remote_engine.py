@@ -145,12 +145,16 @@ class RemoteEngine:
 
     async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
         await self._visuals.provide(key, tiles, self._image_deadline_s)
+        for call in self._calls.values():
+            if not self._visuals.is_wanted(key, call.replica):
+                call.wants.discard(key)
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
-        try:
-            await self._visuals.fail(key, code, message)
-        except AWAY:
-            raise EngineUnavailable(UNAVAILABLE) from None
+        """Of this node's calls alone: another node may well have the tiles."""
+        for call in [call for call in self._calls.values() if key in call.wants]:
+            self._visuals.unwant(key, call.replica)
+            call.events.put_nowait(Failed(call.request.id, code, message))
+            self._threads.submit(self._cancel, call.replica, call.name)
 
     async def stats(self) -> dict[str, Any]:
         """Sums over the living replicas, and the queues'. Raises EngineUnavailable."""
@@ -279,7 +283,8 @@ class RemoteEngine:
         parsed = [_event(event) for event in events]
         for event in parsed:
             if isinstance(event, WantVisual):
-                self._visuals.want(event.key, call.replica)
+                rows = call.request.prompt.planned_rows()
+                self._visuals.want(event.key, call.replica, rows.get(event.key, 0))
         call.take(number, parsed)
 
     def _end(self, call: Call, finished: bool) -> None:

@@ -22,6 +22,7 @@ from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODE_TASK,
+    ROWS_HEADER,
     SENT_HEADER,
     TILES_TTL_S,
     EncodeJob,
@@ -79,17 +80,21 @@ class RemoteVisuals:
         self._replicas = replicas
         self._encoders = encoders
         self._threads = threads
-        self._wanted: dict[VisualKey, dict[str, None]] = {}  # replicas that wait, in order
+        # replicas that wait, in order, and the rows that they expect
+        self._wanted: dict[VisualKey, dict[str, int]] = {}
         self._flights: dict[str, set[_Flight]] = {}  # by entry name
 
-    def want(self, key: VisualKey, replica: str) -> None:
-        self._wanted.setdefault(key, {})[replica] = None
+    def want(self, key: VisualKey, replica: str, num_rows: int) -> None:
+        self._wanted.setdefault(key, {})[replica] = num_rows
 
     def unwant(self, key: VisualKey, replica: str) -> None:
         replicas = self._wanted.get(key, {})
         replicas.pop(replica, None)
         if not replicas:
             self._wanted.pop(key, None)
+
+    def is_wanted(self, key: VisualKey, replica: str) -> bool:
+        return replica in self._wanted.get(key, {})
 
     def forget(self, replica: str) -> None:
         """The replica is gone."""
@@ -116,11 +121,6 @@ class RemoteVisuals:
                             await flight.woken.wait()
         finally:
             self._leave(flight)
-
-    async def fail(self, key: VisualKey, code: str, message: str) -> None:
-        replicas = self._wanted.pop(key, {})
-        for replica in replicas:
-            await self._run(self._mailbox.post, replica, InboxMessage("fail", key, "", code, message))
 
     async def _run(self, function: Callable[..., object], *arguments: object) -> object:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -151,11 +151,15 @@ class RemoteVisuals:
         return told
 
     async def _tell(self, flight: _Flight, replica: str, message: InboxMessage) -> None:
+        num_rows = self._num_rows(flight.key, replica)
         self.unwant(flight.key, replica)
         try:
             await self._run(self._mailbox.post, replica, message)
         except AWAY:
-            self.want(flight.key, replica)
+            self.want(flight.key, replica, num_rows)
+
+    def _num_rows(self, key: VisualKey, replica: str) -> int:
+        return self._wanted.get(key, {}).get(replica, 0)
 
     def _look(self, flight: _Flight, name: str, about: About, replicas: list[str]) -> InboxMessage | None:
         """What to tell the replicas, if it is settled; else gets the work done. Runs in a thread.
@@ -202,7 +206,7 @@ class RemoteVisuals:
             ENCODE_TASK,
             kwargs=asdict(job),
             queue=ENCODE_QUEUE,
-            headers={SENT_HEADER: job.sent_at},
+            headers={SENT_HEADER: job.sent_at, ROWS_HEADER: self._num_rows(flight.key, replica)},
             retry=True,
             retry_policy=SEND_RETRY,
         )

@@ -18,7 +18,7 @@ from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
 from workers.cluster.ledger import Outcome, WorkLedger
-from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, EncodeJob, age_s
+from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, ROWS_HEADER, EncodeJob, age_s
 from workers.cluster.redis_client import connect
 from workers.cluster.registry import About, HeartbeatThread, Registry
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
@@ -125,10 +125,15 @@ class EncodeService:
 
 
 def run_encode_job(
-    job: EncodeJob, service: EncodeService, blobs: BlobStore, level2: VisualStore, ledger: WorkLedger
+    job: EncodeJob,
+    service: EncodeService,
+    blobs: BlobStore,
+    level2: VisualStore,
+    ledger: WorkLedger,
+    num_rows: int = 0,
 ) -> None:
     """One attempt, for as long as somebody waits. Harmless for a message that comes twice, too late, or for
-    work that is done or doomed."""
+    work that is done or doomed. num_rows: as planned; 0 is not known."""
     name, token = level2.form.entry(job.key), uuid.uuid4().hex
     if age_s(job.sent_at) >= job.deadline_s:
         return
@@ -147,7 +152,7 @@ def run_encode_job(
     outcome: Outcome = "failed"
     try:
         with Heartbeat(ledger, name, token) as heartbeat:
-            outcome = _encode(job, service, blobs, level2, ledger, lambda: heartbeat.wanted)
+            outcome = _encode(job, service, blobs, level2, ledger, num_rows, lambda: heartbeat.wanted)
     finally:
         ledger.end(name, token, outcome)
 
@@ -158,6 +163,7 @@ def _encode(
     blobs: BlobStore,
     level2: VisualStore,
     ledger: WorkLedger,
+    num_rows: int,
     wanted: Callable[[], bool],
 ) -> Outcome:
     name = level2.form.entry(job.key)
@@ -166,6 +172,8 @@ def _encode(
         return "undone"  # whoever waits puts it there again
     try:
         rows = service.encode(job.key, from_bytes(payload).pixels, wanted)
+        if num_rows not in (0, len(rows)):
+            raise ValueError("tiles of another grid")
         level2.put(job.key, rows)
     except ValueError:
         blobs.delete(job.tiles_blob)
@@ -198,12 +206,13 @@ def run(
     draining = threading.Event()
     name = default_name()
 
-    @app.task(name=ENCODE_TASK)
-    def encode(**message: Any) -> None:
+    @app.task(name=ENCODE_TASK, bind=True)
+    def encode(task: Any, **message: Any) -> None:
+        num_rows = (task.request.headers or {}).get(ROWS_HEADER, 0)
         job = EncodeJob(**message)
         with contextlib.suppress(redis.RedisError):
             ledger.note_wait(age_s(job.sent_at))
-        run_encode_job(job, service, blobs, level2, ledger)
+        run_encode_job(job, service, blobs, level2, ledger, num_rows)
 
     def about() -> About | None:
         if draining.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -75,6 +76,9 @@ def run_tiles_job(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> None:
 
 def _make_tiles(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> Outcome:
     data = store.get(job.image_blob)
+    if data is not None and hashlib.sha256(data).hexdigest() != job.digest:
+        store.delete(job.image_blob)
+        data = None
     if data is None:
         return "undone"  # whoever waits puts it there again
     limit_cpu(job.cpu_s)
