@@ -19,7 +19,7 @@ from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
 from workers.cluster.blobs import MemoryBlobStore
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import EncodeJob
+from workers.cluster.names import ROWS_HEADER, EncodeJob, task_headers
 from workers.cluster.redis_client import connect
 from workers.cluster.visual_store import VisualFormat, VisualStore
 from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, Unwanted, run_encode_job
@@ -91,7 +91,8 @@ class Scene:
         ledger.look(self.name, "waiter")
 
     def run(self, job: EncodeJob, num_rows: int = 0) -> None:
-        run_encode_job(job, self.service, self.blobs, self.level2, self.ledger, num_rows)
+        headers = task_headers(job.sent_at, **{ROWS_HEADER: num_rows})
+        run_encode_job(job, self.service, self.blobs, self.level2, self.ledger, headers)
 
 
 @pytest.fixture

@@ -7,14 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 import numpy as np
-from fake_backend import EOS, ByteTokens, FakeBackend, image_key, prompt_of, request_of
+from fake_backend import image_key, prompt_of, request_of
 from fake_engine_client import model_spec, png
+from fake_runner import fake_runner
 from waiting import until
 
-from encoder.batcher import TileBatcher
-from encoder.cache import VisualCache
-from llm.engine import Engine
-from llm.engine_config import EngineConfig
 from llm.request import Event, Failed, Finished, Request, SamplingParams, VisualKey, WantVisual
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
@@ -26,19 +23,6 @@ from workers.local.preprocess_inline import InlinePreprocess
 TRANSIENT = ("preprocessing_timeout", "The image was not processed in time. Please try again.")
 
 
-def make_runner() -> EngineRunner:
-    """A real engine and batcher on fakes: one tile gives five rows."""
-
-    def encode(images: object) -> list[np.ndarray]:
-        return [np.zeros((5 * len(tiles), 2)) for tiles in images]  # type: ignore[attr-defined]
-
-    batcher = TileBatcher(encode, VisualCache(1 << 20), tokens_per_tile=5, concat=np.concatenate)
-    config = EngineConfig(step_stretch=None)
-    return EngineRunner(
-        batcher, lambda visuals: Engine(FakeBackend(), visuals, config, ByteTokens(), frozenset({EOS}))
-    )
-
-
 def run(runner: EngineRunner) -> list[Event]:
     events: list[Event] = []
     while runner.has_work:
@@ -48,7 +32,7 @@ def run(runner: EngineRunner) -> list[Event]:
 
 
 def test_after_a_failure_the_same_image_is_asked_for_again() -> None:
-    runner, key = make_runner(), image_key("A")
+    runner, key = fake_runner(), image_key("A")
     for number in range(3):
         runner.submit(request_of(f"r{number}", prompt_of([1], ("A", 5), [2])))
         assert run(runner) == [WantVisual(f"r{number}", key)]
@@ -61,7 +45,7 @@ def test_after_a_failure_the_same_image_is_asked_for_again() -> None:
 
 
 def test_all_who_waited_are_told() -> None:
-    runner, key = make_runner(), image_key("A")
+    runner, key = fake_runner(), image_key("A")
     for number in range(3):
         runner.submit(request_of(f"r{number}", prompt_of([1, number], ("A", 5), [2])))
     run(runner)

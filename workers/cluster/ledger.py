@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from llm.request import Priority
+from workers.cluster.redis_client import RedisClock
 
 if TYPE_CHECKING:
     import redis
@@ -103,6 +104,7 @@ class WorkLedger:
         self._client = client
         self._prefix = f"vlm:{kind}"
         self.channel = f"{self._prefix}:done"
+        self.clock = RedisClock(client)
         self._look, self._leave, self._fail, self._begin, self._beat, self._end = (
             client.register_script(script) for script in (_LOOK, _LEAVE, _FAIL, _BEGIN, _BEAT, _END)
         )

@@ -12,6 +12,9 @@ SOCKET_TIMEOUT_S = 2.0
 _MAX_PAUSE_S = 0.5
 _READ_BYTES = 1 << 17
 SCHEMES = ("redis://", "rediss://", "unix://")
+AWAY = (redis.RedisError, OSError)
+"""What a call raises while Redis is away."""
+AWAY_PAUSE_S = 0.3  # at most, of a loop that waits for it to come back
 
 
 def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
@@ -32,3 +35,19 @@ def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
         ),
     }
     return redis.Redis.from_url(url, **options)
+
+
+class RedisClock:
+    """Redis's own time, in seconds since the epoch: one clock for all machines, whatever theirs say."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def now(self) -> float:
+        """Raises `redis.RedisError`."""
+        seconds, microseconds = self._client.time()
+        return seconds + microseconds / 1e6
+
+    def age_s(self, sent_at: float) -> float:
+        """Since a time of this clock. Raises `redis.RedisError`."""
+        return max(0.0, self.now() - sent_at)

@@ -11,32 +11,34 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-import redis
-import redis.asyncio
 from celery import Celery
 from kombu.exceptions import OperationalError
 
 from llm.request import VisualKey
+from workers.cluster import redis_client
+from workers.cluster.announcements import listen
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODE_TASK,
     ROWS_HEADER,
-    SENT_HEADER,
     TILES_TTL_S,
     EncodeJob,
     InboxMessage,
     Mailbox,
     encoder_tiles_blob,
+    task_headers,
 )
 from workers.cluster.registry import About, Watch
 from workers.contract.faults import ENCODING_FAILED
+from workers.contract.loops import log_failure
 from workers.contract.stages import MAX_ATTEMPTS, StageUnavailable, overloaded
+from workers.contract.versions import version_of
 
 log = logging.getLogger(__name__)
 
-AWAY = (redis.RedisError, BlobStoreUnavailable, OperationalError, OSError)
+AWAY = (*redis_client.AWAY, BlobStoreUnavailable, OperationalError)
 SEND_RETRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 _POLL_S = 0.5  # how soon a lost announcement or a lost lease is noticed
 
@@ -131,7 +133,7 @@ class RemoteVisuals:
         for replica in self._wanted.get(flight.key, {}):
             about = self._replicas.alive.get(replica)
             if about is not None:
-                forms.setdefault(about["dtype"], []).append(replica)
+                forms.setdefault(str(about.get("dtype")), []).append(replica)
         told = False
         for dtype, replicas in forms.items():
             name = f"{flight.key}.{dtype}"
@@ -154,7 +156,7 @@ class RemoteVisuals:
         num_rows = self._num_rows(flight.key, replica)
         self.unwant(flight.key, replica)
         try:
-            await self._run(self._mailbox.post, replica, message)
+            await self._run(self._post, replica, message)
         except AWAY:
             self.want(flight.key, replica, num_rows)
 
@@ -193,23 +195,26 @@ class RemoteVisuals:
         if time.monotonic() - flight.stored > TILES_TTL_S / 2 or not self._blobs.exists(blob):
             self._blobs.put(blob, flight.tiles, TILES_TTL_S)
             flight.stored = time.monotonic()
-        revision, dtype = about["encoder_revision"], about["dtype"]
+        revision, dtype = about.get("encoder_revision", ""), about.get("dtype", "")
         if not any(
-            (encoder["revision"], encoder["dtype"]) == (revision, dtype)
+            (encoder.get("revision"), encoder.get("dtype")) == (revision, dtype)
             for encoder in self._encoders.alive.values()
         ):
-            self._mailbox.post(replica, InboxMessage("tiles", flight.key, blob))
+            self._post(replica, InboxMessage("tiles", flight.key, blob))
             return
         left_s = flight.at_work + flight.patience_s - time.monotonic()
-        job = EncodeJob(flight.key, revision, dtype, blob, left_s, time.time())
+        job = EncodeJob(flight.key, revision, dtype, blob, left_s, self._ledger.clock.now())
         self._app.send_task(
             ENCODE_TASK,
             kwargs=asdict(job),
             queue=ENCODE_QUEUE,
-            headers={SENT_HEADER: job.sent_at, ROWS_HEADER: self._num_rows(flight.key, replica)},
+            headers=task_headers(job.sent_at, **{ROWS_HEADER: self._num_rows(flight.key, replica)}),
             retry=True,
             retry_policy=SEND_RETRY,
         )
+
+    def _post(self, replica: str, message: InboxMessage) -> None:
+        self._mailbox.post(replica, message, version_of(self._replicas.alive.get(replica, {})))
 
     def _leave(self, flight: _Flight) -> None:
         """The last to leave takes the tiles along; if Redis is away they expire."""
@@ -226,18 +231,12 @@ class RemoteVisuals:
                     self._blobs.delete(encoder_tiles_blob(flight.key))
 
         if names:
-            self._threads.submit(leave)
+            self._threads.submit(leave).add_done_callback(log_failure)
 
     async def listen(self) -> None:
         """Wakes flights at announcements, for ever; without a connection they poll."""
-        async with redis.asyncio.from_url(self._store_url) as client:
-            while True:
-                try:
-                    async with client.pubsub() as pubsub:
-                        await pubsub.subscribe(self._ledger.channel)
-                        async for message in pubsub.listen():
-                            if message["type"] == "message":
-                                for flight in self._flights.get(message["data"].decode(), ()):
-                                    flight.woken.set()
-                except (redis.RedisError, OSError):
-                    await asyncio.sleep(_POLL_S)
+        await listen(self._store_url, self._ledger.channel, self._wake)
+
+    def _wake(self, name: str) -> None:
+        for flight in self._flights.get(name, ()):
+            flight.woken.set()
