@@ -24,11 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from encoder.cache import VisualCache
+from encoder.cache import Failure, VisualCache
 from encoder.tile_budget import TileBudget
 
 Priority = Literal["interactive", "batch"]
-Failure = tuple[str, str]  # (code, message), the message safe to show a client
 
 ENCODE_FAILED: Failure = ("encode_failed", "The image could not be encoded.")
 WRONG_COUNT: Failure = (
@@ -132,26 +131,29 @@ class TileBatcher:
         self._tokens_per_tile = tokens_per_tile
         self._jobs: dict[str, _Job] = {}  # waiting or partly encoded
         self._queues: dict[Priority, deque[_Job]] = {"interactive": deque(), "batch": deque()}
-        self._failures: dict[str, Failure] = {}
         self._turn: Priority = "batch"  # the class of the latest batch
 
     def put_tiles(self, key: str, tiles: np.ndarray, priority: Priority = "interactive") -> bool:
         """Queues an image's tiles; False if the key is cached or already waiting (single flight).
 
-        The key must be held in the cache, or the job is dropped. An earlier failure of the key is forgotten:
-        asking again is a new attempt.
+        A cached entry with another number of rows than the tiles give is not the key's. The key must be held
+        in the cache, or the job is dropped. An earlier failure of the key is forgotten: asking again is a new
+        attempt.
         """
         if not len(tiles):
             raise ValueError("an image has at least one tile")
-        if key in self.cache:
-            return False
+        cached = self.cache.get(key)
+        if cached is not None:
+            if len(cached) == len(tiles) * self._tokens_per_tile:
+                return False
+            self.cache.drop(key)
         job = self._jobs.get(key)
         if job is not None:
             self.counters.joined += 1
             if priority == "interactive":
                 self.promote(key)
             return False
-        self._failures.pop(key, None)
+        self.cache.forget_failure(key)
         job = _Job(key, tiles, self._clock(), priority)
         self._jobs[key] = job
         self._queues[priority].append(job)
@@ -176,15 +178,14 @@ class TileBatcher:
     def fail(self, key: str, failure: Failure) -> None:
         """The key's tiles can't be had: a failure like the encoder's own, kept while the key is held."""
         self.cancel(key)
-        if self.cache.holds(key) and key not in self.cache:
-            self._failures[key] = failure
+        self.cache.fail(key, failure)
 
     def waiting(self, key: str) -> bool:
         return key in self._jobs
 
     def failed(self, key: str) -> Failure | None:
-        """(code, message) if the key failed for good; remembered while somebody holds the key."""
-        return self._failures.get(key)
+        """(code, message) if the key failed; remembered while somebody holds the key."""
+        return self.cache.failure(key)
 
     @property
     def num_waiting_tiles(self) -> int:
@@ -254,7 +255,7 @@ class TileBatcher:
                 continue
             if isinstance(result, tuple):
                 self._finish(job)
-                self._failures[job.key] = result
+                self.cache.fail(job.key, result)
                 failures.append((job.key, result))
                 continue
             job.parts[part.start] = result
@@ -274,7 +275,7 @@ class TileBatcher:
         assert all(self._jobs[job.key] is job for job in queued)
         assert all(0 <= job.encoded <= job.planned <= len(job.tiles) for job in queued)
         assert all(job.priority == name for name, queue in self._queues.items() for job in queue)
-        assert not self._jobs.keys() & self._failures.keys()
+        assert not any(self.cache.failure(key) for key in self._jobs)
 
     def _attempt(self, slices: Sequence[TileSlice]) -> list[Any | Failure] | Failure:
         self.counters.encode_calls += 1
@@ -309,11 +310,9 @@ class TileBatcher:
         return self.cache.holds(job.key) > 0 and job.key not in self.cache
 
     def _forget_unwanted(self) -> None:
-        """Jobs with tiles left that nobody holds or that came another way, and failures nobody holds."""
+        """Jobs with tiles left that nobody holds or that came another way."""
         for job in [job for job in self._jobs.values() if job.left and not self._wanted(job)]:
             self.cancel(job.key)
-        for key in [key for key in self._failures if not self.cache.holds(key)]:
-            del self._failures[key]
 
 
 def _torch_concat(parts: Sequence[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""Visual tokens by content key, bounded in bytes. Holds arrays, computes nothing."""
+"""Visual tokens by content key, or why they can't be had. Bounded in bytes; computes nothing."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+Failure = tuple[str, str]  # (code, message), the message safe to show a client
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class VisualCache:
 
     A key may be held before its entry arrives. What nobody holds is kept only within the cap; an entry larger
     than the cap therefore serves those who hold it and leaves with the last of them. Values need `nbytes`.
+    A failure is known as long as somebody holds its key: whoever comes later did not wait for it.
     Not thread-safe: one owner.
     """
 
@@ -33,6 +36,7 @@ class VisualCache:
         self._entries: OrderedDict[str, Any] = OrderedDict()  # least recently used first
         self._holds: dict[str, int] = {}
         self._doomed: set[str] = set()  # discarded while held: they leave with their last holder
+        self._failures: dict[str, Failure] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -60,6 +64,7 @@ class VisualCache:
         A key names its content, so an entry that is already there stays as it is.
         """
         if key not in self._entries:
+            self._failures.pop(key, None)
             self._entries[key] = value
             self.num_bytes += value.nbytes
             if not self.holds(key) and value.nbytes > self.max_bytes:
@@ -87,6 +92,7 @@ class VisualCache:
             self._holds[key] = count - 1
             return
         del self._holds[key]
+        self._failures.pop(key, None)
         if key in self._doomed:
             self._doomed.remove(key)
             if key in self._entries:
@@ -94,6 +100,23 @@ class VisualCache:
         elif key in self._entries and self._entries[key].nbytes > self.max_bytes:
             self._remove(key)
         self._trim()
+
+    def fail(self, key: str, failure: Failure) -> None:
+        """The entry can't be had; told to those who hold the key now."""
+        if self.holds(key) and key not in self._entries:
+            self._failures[key] = failure
+
+    def failure(self, key: str) -> Failure | None:
+        return self._failures.get(key)
+
+    def forget_failure(self, key: str) -> None:
+        self._failures.pop(key, None)
+
+    def drop(self, key: str) -> None:
+        """Forgets an entry that is not what its key says, whoever holds it."""
+        if key in self._entries:
+            self._doomed.discard(key)
+            self._remove(key)
 
     def discard(self, key: str) -> None:
         """Forgets one entry: at once, or when its last holder lets go."""
@@ -114,6 +137,7 @@ class VisualCache:
         assert self.num_bytes == sum(value.nbytes for value in self._entries.values())
         assert all(count > 0 for count in self._holds.values())
         assert self._doomed <= self._holds.keys()
+        assert self._failures.keys() <= self._holds.keys() - self._entries.keys()
         free = [key for key in self._entries if not self.holds(key)]
         assert not free or self.num_bytes <= self.max_bytes
 

@@ -47,6 +47,13 @@ class Prompt:
     def num_image_tokens(self) -> int:
         return sum(span.length for span in self.spans)
 
+    def planned_rows(self) -> dict[VisualKey, int]:
+        """Visual tokens that each image must have."""
+        rows: dict[VisualKey, int] = {}
+        for span in self.spans:
+            rows[span.key] = max(rows.get(span.key, 0), span.offset + span.length)
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -20,6 +20,10 @@ class VisualSource(Protocol):
 
     def release(self, key: VisualKey) -> None: ...
 
+    def drop(self, key: VisualKey) -> None:
+        """Forgets an entry that has another number of rows than its image's plan, whoever holds it."""
+        ...
+
     def failed(self, key: VisualKey) -> tuple[str, str] | None:
         """(code, message) if producing this key failed for good, else None."""
         ...

@@ -38,8 +38,9 @@ def to_bytes(tiles: Tiles) -> bytes:
     return b"".join((header, pixels.data))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Tiles:
-    """A read-only view of `data`, no copy. Raises ValueError for anything `to_bytes` did not write."""
+def from_bytes(data: bytes | bytearray | memoryview, planned: TileGrid | None = None) -> Tiles:
+    """A read-only view of `data`, no copy. Raises ValueError for anything `to_bytes` did not write, and for
+    another grid than the planned one."""
     view = memoryview(data).cast("B").toreadonly()
     if len(view) < _HEADER.size:
         raise ValueError("tiles are shorter than their header")
@@ -53,6 +54,8 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Tiles:
     if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE) or (rows == 0) != (cols == 0):
         raise ValueError("tiles have an impossible grid")
     grid = TileGrid(rows, cols, bool(thumbnail), width, height)
+    if planned is not None and grid != planned:
+        raise ValueError("tiles of another grid")
     if num_tiles != grid.num_tiles or num_tiles == 0:
         raise ValueError("tiles don't fill their grid")
     payload = view[_HEADER.size :]

@@ -186,6 +186,9 @@ class FakeVisuals:
         if not self.holds[key]:
             del self.holds[key]
 
+    def drop(self, key: VisualKey) -> None:
+        self.rows.pop(key, None)
+
     def failed(self, key: VisualKey) -> tuple[str, str] | None:
         return self.failures.get(key)
 

@@ -141,6 +141,22 @@ def test_image_stores_keep_by_namespace_until_their_time(images: tuple[Images, C
     asyncio.run(run())
 
 
+@settings(deadline=None, max_examples=50)
+@given(stored=st.binary(max_size=40))
+def test_bytes_of_another_image_under_an_id_are_a_miss(stored: bytes) -> None:
+    blobs = MemoryBlobStore()
+    store = BlobImages(blobs, 60.0)
+
+    async def run() -> None:
+        name, _ = await store.put("a", digest(b"x" * 10), b"x" * 10)
+        blobs.put(store._key("a", name), stored, 60.0)
+        with pytest.raises(ApiError, match="not stored"):
+            await store.read("a", name)
+        assert blobs.used_bytes() == 0
+
+    asyncio.run(run())
+
+
 def test_image_stores_never_pass_their_cap(images: tuple[Images, Clock]) -> None:
     """C8: the memory twin forgets what was asked for least recently, the shared one refuses."""
     store, _ = images

@@ -211,6 +211,34 @@ def test_a_failure_is_remembered_while_it_is_held_and_asking_again_is_a_new_atte
     assert subject.failed("b") is None
 
 
+@pytest.mark.parametrize("how", ["encoder", "told"])
+def test_a_failure_ends_with_the_last_who_holds_its_key(how: str) -> None:
+    """At once: whoever asks next may come before any other image does."""
+    subject = batcher(FakeEncoder(poison=0), held="aa")
+    if how == "encoder":
+        subject.put_tiles("a", tiles(1))
+        subject.step()
+    else:
+        subject.fail("a", ENCODE_FAILED)
+    subject.cache.release("a")
+    assert subject.failed("a") == ENCODE_FAILED
+    subject.cache.release("a")
+    assert subject.failed("a") is None
+    subject.fail("a", ENCODE_FAILED)
+    subject.cache.hold("a")
+    assert subject.failed("a") is None, "nobody waited for it"
+
+
+def test_an_entry_of_another_number_of_rows_than_the_tiles_give_is_encoded_anew() -> None:
+    subject = batcher(FakeEncoder(), held="a")
+    subject.cache.put("a", np.zeros((2 * TOKENS + 1, 1)))
+    assert subject.put_tiles("a", tiles(2))
+    assert drain(subject) == ["a"]
+    rows = subject.cache.get("a")
+    assert rows is not None and rows[:, 0].tolist() == [0, 0, 1, 1]
+    assert not subject.put_tiles("a", tiles(2))
+
+
 def test_another_number_of_rows_than_planned_fails_only_that_image() -> None:
     def short(images: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros((len(one) * TOKENS - (len(one) == 3), 1)) for one in images]

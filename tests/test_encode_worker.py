@@ -19,7 +19,7 @@ from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
 from workers.cluster.blobs import MemoryBlobStore
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import EncodeJob
+from workers.cluster.names import ROWS_HEADER, EncodeJob, task_headers
 from workers.cluster.redis_client import connect
 from workers.cluster.visual_store import VisualFormat, VisualStore
 from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, Unwanted, run_encode_job
@@ -90,8 +90,9 @@ class Scene:
         self.blobs.put("tiles", to_bytes(Tiles(pixels(3), TileGrid(0, 0, True, 8, 8))), 60)
         ledger.look(self.name, "waiter")
 
-    def run(self, job: EncodeJob) -> None:
-        run_encode_job(job, self.service, self.blobs, self.level2, self.ledger)
+    def run(self, job: EncodeJob, num_rows: int = 0) -> None:
+        headers = task_headers(job.sent_at, **{ROWS_HEADER: num_rows})
+        run_encode_job(job, self.service, self.blobs, self.level2, self.ledger, headers)
 
 
 @pytest.fixture
@@ -230,6 +231,17 @@ def test_missing_tiles_cost_no_attempt_and_damaged_ones_do(scene: Scene) -> None
     assert scene.ledger.look(scene.name, "waiter").attempts == 0
     scene.run(a_job(tiles_blob="damaged"))
     assert scene.ledger.look(scene.name, "waiter").attempts == 1
+
+
+@pytest.mark.redis
+def test_tiles_of_another_grid_are_a_miss_and_so_is_what_the_worker_keeps_of_them(scene: Scene) -> None:
+    scene.run(a_job(), num_rows=4)
+    assert scene.level2.get(KEY) is None and not scene.blobs.exists("tiles")
+    assert scene.ledger.look(scene.name, "waiter").attempts == 1
+    scene.blobs.put("tiles", to_bytes(Tiles(pixels(7, 2), TileGrid(2, 1, False, 8, 8))), 60)
+    scene.run(a_job(), num_rows=4)
+    rows = scene.level2.get(KEY, 4)
+    assert rows is not None and rows[0, 0] == 7
 
 
 @pytest.mark.redis

@@ -246,14 +246,17 @@ def test_failed_visual_tokens_fail_only_the_requests_that_need_them() -> None:
 
 @pytest.mark.parametrize("rows", [4, 6])
 def test_a_wrong_number_of_visual_tokens_fails_only_that_request(rows: int) -> None:
-    """P10: the next one is served."""
+    """P10: the next one is served. Only when they were asked for again and are wrong again."""
     harness = Harness(encodes=False)
     harness.submit(request_of("bad", prompt_of([1], ("A", 5), [2])))
     harness.submit(request_of("good", prompt_of([1], ("B", 5), [2])))
     harness.step()
     harness.visuals.put(A, rows)
+    harness.step()
+    harness.visuals.put(A, rows)
     harness.encode(B)
     harness.run()
+    assert harness.visuals.get(A) is None, "the next request would find them"
     harness.assert_clean()
     assert harness.failed["bad"].code == "visual_tokens_mismatch"
     assert harness.failed["bad"].message == f"An image has 5 placeholders but {rows} visual tokens."
@@ -261,6 +264,44 @@ def test_a_wrong_number_of_visual_tokens_fails_only_that_request(rows: int) -> N
     harness.submit(request_of("next", prompt_of([4, 5])))
     harness.run()
     assert harness.answer("next").token_ids == greedy(prompt_of([4, 5]), 8)
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_visual_tokens_of_another_number_than_planned_are_a_miss(when: str, rows: int) -> None:
+    """Found in the cache, or come for all who wait: they are asked for anew."""
+    harness = Harness(encodes=False)
+    if when == "before":
+        harness.visuals.put(A, rows)
+    prompts = {f"r{i}": prompt_of([1, i], ("A", 5), [2], ("A", 5), [3]) for i in range(3)}
+    for name, prompt in prompts.items():
+        harness.submit(request_of(name, prompt))
+    harness.step()
+    asked = len(harness.wants)
+    if when == "after":
+        harness.visuals.put(A, rows)
+        harness.step()
+        assert len(harness.wants) == 2 * asked
+    assert harness.visuals.get(A) is None
+    harness.encode(A)
+    harness.run()
+    harness.assert_clean()
+    for name, prompt in prompts.items():
+        assert harness.answer(name).token_ids == greedy(prompt, 8)
+
+
+@pytest.mark.parametrize("first", [5, 6])
+def test_requests_that_plan_other_numbers_for_one_key_all_end(first: int) -> None:
+    """Two nodes of unlike versions: one of the plans is wrong, and neither request waits for ever."""
+    harness = Harness()
+    for name, count in (("five", 5), ("six", 6)):
+        harness.submit(request_of(name, prompt_of([1], ("A", count), [2])))
+    harness.rows_of[A] = first
+    harness.run()
+    harness.assert_clean()
+    right, wrong = ("five", "six") if first == 5 else ("six", "five")
+    assert harness.answer(right).token_ids == greedy(prompt_of([1], ("A", first), [2]), 8)
+    assert harness.failed[wrong].code == "visual_tokens_mismatch"
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

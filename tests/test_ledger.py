@@ -141,10 +141,33 @@ def test_one_of_many_claims_the_message_until_it_is_taken_up(ledger: WorkLedger)
     assert ledger.claim("k")
 
 
-def test_verdict_reaches_whoever_asks(ledger: WorkLedger) -> None:
+def test_a_verdict_is_for_those_who_waited_and_nobody_else(ledger: WorkLedger, client: redis.Redis) -> None:
+    for waiter in ("a", "b"):
+        ledger.look("k", waiter)
     ledger.fail("k", "invalid_image", "Text.")
-    assert ledger.look("k", "waiter").verdict == ("invalid_image", "Text.")
     assert ledger.begin("k", "t", 3) == "unwanted"
+    assert ledger.look("k", "late").verdict is None
+    assert ledger.begin("k", "t", 3) == "begun"
+    for waiter in ("a", "b"):
+        assert ledger.look("k", waiter).verdict == ("invalid_image", "Text.")
+        assert ledger.leave("k", waiter) == 1
+    assert not client.keys("vlm:test:verdict:*")
+    assert ledger.look("k", "a").verdict is None
+
+
+def test_attempts_end_with_those_who_waited(ledger: WorkLedger) -> None:
+    def use_up(waiter: str) -> None:
+        assert ledger.look("k", waiter).attempts == 0
+        for _ in range(MAX_ATTEMPTS):
+            assert ledger.begin("k", "t", MAX_ATTEMPTS) == "begun"
+            ledger.end("k", "t", "failed")
+        assert ledger.look("k", waiter).attempts == MAX_ATTEMPTS
+
+    use_up("first")
+    ledger.leave("k", "first")
+    use_up("second")
+    ledger.fail("k", "image_processing_failed", "Text.")
+    use_up("third")
 
 
 def test_message_delivered_many_times_at_once_is_worked_on_once(ledger: WorkLedger, store: BlobStore) -> None:
@@ -190,6 +213,20 @@ def test_lost_image_costs_no_attempt(ledger: WorkLedger, store: BlobStore) -> No
     state = ledger.look(job.key, "waiter")
     assert state.attempts == 0 and state.verdict is None and not state.running
     assert ledger.claim(job.key)
+
+
+def test_bytes_that_are_not_the_image_of_their_digest_are_as_good_as_lost(
+    ledger: WorkLedger, store: BlobStore
+) -> None:
+    """Their tiles would be kept under the key of the image that was meant."""
+    other = io.BytesIO()
+    Image.new("RGB", (40, 30), "blue").save(other, "PNG")
+    job = job_for(image())
+    store.put(job.image_blob, other.getvalue(), 60)
+    ledger.look(job.key, "waiter")
+    run_tiles_job(job, store, ledger)
+    assert not store.exists(job.tiles_blob) and not store.exists(job.image_blob)
+    assert ledger.look(job.key, "waiter").attempts == 0
 
 
 def test_damaged_image_is_a_verdict_not_an_attempt(ledger: WorkLedger, store: BlobStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import io
 import json
 import os
@@ -25,10 +26,13 @@ from PIL import Image
 from waiting import until
 
 from llm.request import Priority
-from preprocess.stage import preprocess
+from preprocess.stage import preprocess, tiles_key
 from preprocess.types import ImageError, Tiles
+from preprocess.wire import to_bytes
 from workers.cluster.blobs import open_store
 from workers.cluster.celery_app import PREPROCESS_QUEUE
+from workers.cluster.ledger import WorkLedger
+from workers.cluster.names import tiles_blob
 from workers.cluster.node.preprocess_celery import CeleryPreprocess
 from workers.cluster.queue_stats import QueueStats
 from workers.cluster.redis_client import connect
@@ -93,6 +97,47 @@ def test_page_of_a_tiff_travels(redis_url: str, worker: WorkerProcess) -> None:
             pages = [stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=60, page=page) for page in (0, 1)]
             first, second = await asyncio.gather(*pages)
             assert (first.pixels[..., 0] == 255).all() and (second.pixels == 0).all()
+
+    asyncio.run(main())
+
+
+def test_tiles_of_another_grid_under_an_images_key_are_made_anew(
+    redis_url: str, worker: WorkerProcess
+) -> None:
+    async def main() -> None:
+        data, store = png(), open_store(redis_url)
+        wrong = preprocess(png(size=(32, 32)), SPEC)
+        blob = tiles_blob(tiles_key(hashlib.sha256(data).hexdigest(), SPEC))
+        store.put(blob, to_bytes(wrong), 60)
+        async with stage_at(redis_url) as stage:
+            tiles = await stage.tiles(data, SPEC, LIMITS, deadline_s=60)
+        assert tiles.grid != wrong.grid and np.array_equal(tiles.pixels, preprocess(data, SPEC).pixels)
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_workers_that_cut_another_grid_are_no_fault_of_the_image(redis_url: str) -> None:
+    """They may be of another version; each of their results is a miss, and the end is a 503."""
+
+    async def main() -> None:
+        data, store = png(), open_store(redis_url)
+        key = tiles_key(hashlib.sha256(data).hexdigest(), SPEC)
+        wrong = to_bytes(preprocess(png(size=(32, 32)), SPEC))
+        client = connect(redis_url)
+        ledger = WorkLedger(client, PREPROCESS_QUEUE)
+        async with stage_at(redis_url) as stage:
+            task = asyncio.create_task(stage.tiles(data, SPEC, LIMITS, deadline_s=60))
+            while not task.done():
+                if await asyncio.to_thread(ledger.begin, key, "old", 3) == "begun":
+                    store.put(tiles_blob(key), wrong, 60)
+                    ledger.end(key, "old", "done")
+                await asyncio.sleep(0.01)
+            with pytest.raises(StageUnavailable) as caught:
+                await task
+            assert caught.value.code == "preprocessing_unavailable"
+        store.close()
+        client.close()
 
     asyncio.run(main())
 

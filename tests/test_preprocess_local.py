@@ -36,6 +36,7 @@ from waiting import until
 from llm.request import Priority
 from preprocess.stage import preprocess
 from preprocess.types import ImageError, Tiles
+from preprocess.wire import to_bytes
 from workers.contract.stages import DecodeLimits, StageUnavailable, Urgency
 from workers.local.preprocess_pool import DecodeProcess, LocalOptions, LocalPreprocess
 
@@ -101,6 +102,36 @@ def test_killed_process_is_replaced_and_its_image_tried_again() -> None:
             os.kill(pid, signal.SIGKILL)
             assert (await task).pixels.shape[1:] == (32, 32, 3)
             assert stage.restarts == 1 and stage.pids != [pid]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("nonsense", ["another grid", "damaged", "no tiles", "no word"])
+def test_a_process_that_answers_something_else_is_replaced_and_its_image_tried_again(
+    nonsense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of another grid would be encoded under this image's key."""
+    others = to_bytes(preprocess(png(size=(32, 32)), SPEC))
+    answers = {
+        "another grid": ({"op": "tiles"}, bytearray(others)),
+        "damaged": ({"op": "tiles"}, bytearray(others[:-1])),
+        "no tiles": ({"op": "tiles"}, bytearray()),
+        "no word": ({}, bytearray()),
+    }
+
+    async def main() -> None:
+        async with pool() as stage:
+            pids, receive = stage.pids, DecodeProcess._receive
+
+            async def once(process: DecodeProcess) -> tuple[dict[str, Any], bytearray]:
+                await receive(process)
+                monkeypatch.setattr(DecodeProcess, "_receive", receive)
+                return answers[nonsense]
+
+            monkeypatch.setattr(DecodeProcess, "_receive", once)
+            tiles = await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            assert np.array_equal(tiles.pixels, preprocess(png(), SPEC).pixels)
+            assert stage.pids != pids and stage.restarts == 1
 
     asyncio.run(main())
 
@@ -184,8 +215,8 @@ def test_a_decode_is_given_up_for_doing_nothing_not_for_being_slow(
                 await tiles
             assert is_busy == (stage.restarts == 0)
 
-    async def quick_to_judge(attempt: Any, frame: Any, data: bytes, hang_s: float) -> Tiles:
-        return await attempt(frame, data, hang_s=0.02)
+    async def quick_to_judge(attempt: Any, *arguments: Any, hang_s: float) -> Tiles:
+        return await attempt(*arguments, hang_s=0.02)
 
     asyncio.run(main())
 

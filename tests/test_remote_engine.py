@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 from direct_cluster import OPTIONS, DirectReplica, ask, node, picture, question, replicas, text_of
 from PIL import Image
 from waiting import until
 
 from llm.request import Delta, Failed, Finished, Prompt, Request, RequestError, SamplingParams
+from preprocess.stage import preprocess
+from preprocess.wire import to_bytes
 from vlm.api.observe.metrics import Metrics
 from vlm.build import build_local_pipeline, build_runner
 from vlm.config import DEFAULT_MODEL
@@ -30,7 +33,9 @@ from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.redis_client import connect
 from workers.cluster.registry import BEAT_S, GRACE_S, Registry, Watch
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.stages import deadline_passed
 from workers.local.engine_runner import EngineRunner
+from workers.local.preprocess_inline import InlinePreprocess
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -130,6 +135,71 @@ def test_a_damaged_entry_of_level_2_is_made_anew(redis_url: str, client: redis.R
         with replicas(redis_url, "second") as made:
             async with node(redis_url, made, SPEC) as (pipeline, _):
                 assert text_of(await ask(pipeline, "r", picture(0))) == text_of(before)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["cache", "tiles"])
+def test_what_is_kept_under_an_images_key_and_is_not_its_own_is_made_anew(
+    redis_url: str, one: list[DirectReplica], where: str
+) -> None:
+    """Visual tokens of another number in the replica's cache, tiles of another grid in the store."""
+
+    async def main() -> None:
+        async with node(redis_url, one, SPEC) as (pipeline, engine):
+            before = text_of(await ask(pipeline, "r", picture(0)))
+            on_runner(one[0], lambda runner: runner.clear_cache())
+            (image,) = pipeline.prepare("x", question(picture(0)), LONG).images
+            wrong = preprocess(picture(0), SPEC.preprocess_spec("low"))
+            assert wrong.grid != image.grid
+            level2 = open_store(redis_url, prefix="vlm:visual")
+            await until(lambda: level2.exists(f"{image.key}.float32"))
+            level2.delete(f"{image.key}.float32")
+            if where == "cache":
+                rows = torch.zeros(image.num_tokens + 1, one[0].replica._info["visual_width"])
+                on_runner(one[0], lambda runner: runner.put_visual(image.key, rows))
+            else:
+                put = engine._visuals._blobs.put
+
+                def overwritten(key: str, data: bytes, ttl_s: float) -> None:
+                    put(key, to_bytes(wrong), ttl_s)  # by a node of another version
+                    engine._visuals._blobs.put = put  # type: ignore[method-assign]
+
+                engine._visuals._blobs.put = overwritten  # type: ignore[method-assign,assignment]
+            assert text_of(await ask(pipeline, "again", picture(0))) == before
+            await until(lambda: level2.exists(f"{image.key}.float32"))
+
+    asyncio.run(main())
+
+
+def test_a_failure_of_one_node_is_not_anothers(redis_url: str, one: list[DirectReplica]) -> None:
+    """Both nodes' requests wait at one replica for one image; one node can't get its tiles made."""
+
+    class Away(InlinePreprocess):
+        async def tiles(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+            await both.wait()
+            raise deadline_passed()
+
+    class Slow(InlinePreprocess):
+        async def tiles(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+            await failed.wait()
+            return await super().tiles(*arguments, **keywords)
+
+    both, failed = asyncio.Event(), asyncio.Event()
+
+    async def main() -> None:
+        async with node(redis_url, one, SPEC) as (first, _), node(redis_url, one, SPEC) as (second, _):
+            first.preprocess, second.preprocess = Away(), Slow()
+            asked = [asyncio.create_task(ask(p, f"r{i}", picture(0))) for i, p in enumerate((first, second))]
+            visuals = one[0].replica._visuals
+            await until(lambda: any(len(want.calls) == 2 for want in visuals._wants.values()))
+            both.set()
+            (last,) = await asked[0]
+            assert isinstance(last, Failed) and last.code == "preprocessing_timeout"
+            failed.set()
+            assert isinstance((await asked[1])[-1], Finished)
+            first.preprocess = InlinePreprocess()
+            assert isinstance((await ask(first, "again", picture(0)))[-1], Finished)
 
     asyncio.run(main())
 

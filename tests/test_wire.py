@@ -57,6 +57,16 @@ def test_shorter_and_longer_bytes_are_refused(change: int) -> None:
         from_bytes(data[:change] if change < 0 else data + bytes(change))
 
 
+@pytest.mark.parametrize(
+    "planned", [TileGrid(2, 1, True, 4, 4), TileGrid(1, 2, False, 4, 4), TileGrid(1, 2, True, 4, 8)]
+)
+def test_tiles_of_another_grid_than_planned_are_refused(planned: TileGrid) -> None:
+    tiles = random_tiles(1, 2, True, 4, 4)
+    assert from_bytes(to_bytes(tiles), tiles.grid).grid == tiles.grid
+    with pytest.raises(ValueError, match="another grid"):
+        from_bytes(to_bytes(tiles), planned)
+
+
 def test_writing_pixels_that_do_not_fit_the_grid_is_refused() -> None:
     grid = TileGrid(1, 1, False, 4, 4)
     for pixels in (np.zeros((2, 4, 4, 3), np.uint8), np.zeros((1, 4, 4, 3), np.float32)):

@@ -243,21 +243,25 @@ class Pipeline:
             flight.elapsed_ms = (time.monotonic() - started) * 1e3
             await self.engine.put_tiles(image.key, await asyncio.to_thread(to_bytes, tiles))
         except (ImageError, StageUnavailable) as error:
-            flight.failed = True
-            await self._fail_tiles(image.key, error.code, error.message)
+            await self._fail_flight(image.key, flight, error.code, error.message)
         except EngineUnavailable:
             pass  # the engine's death already ended every stream that waited
         except Exception:
             log.exception("preprocessing failed")
-            flight.failed = True
-            await self._fail_tiles(image.key, "internal_error", PREPROCESSING_FAULT)
+            await self._fail_flight(image.key, flight, "internal_error", PREPROCESSING_FAULT)
         finally:
-            if self._flights.get(image.key) is flight:
-                self._flights.pop(image.key)
+            self._end_flight(image.key, flight)
 
-    async def _fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
+    async def _fail_flight(self, key: VisualKey, flight: _Flight, code: str, message: str) -> None:
+        """The flight ends before its failure is told: who wants the image from then on gets another."""
+        flight.failed = True
+        self._end_flight(key, flight)
         with contextlib.suppress(EngineUnavailable):
             await self.engine.fail_tiles(key, code, message)
+
+    def _end_flight(self, key: VisualKey, flight: _Flight) -> None:
+        if self._flights.get(key) is flight:
+            self._flights.pop(key)
 
 
 def _from_request_read(timings: Timings, outside_ms: float, joined: Iterable[_Flight]) -> Timings:

@@ -87,6 +87,8 @@ class Admission:
             return False
         if not group.considered and num_wanting < self._config.visual_lookahead:
             return False
+        if group.considered and group.missing_visual not in group.asked:
+            return False  # it came, and was dropped: to be asked for again
         return group.next_key is None or not self._prefixes.is_published(group.next_key)
 
     def _match_limit(self, group: Group) -> int:

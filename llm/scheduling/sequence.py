@@ -132,6 +132,7 @@ class Group:
         "held",
         "last_token_s",
         "members",
+        "misfits",
         "missing_visual",
         "next_key",
         "num_cached",
@@ -163,9 +164,8 @@ class Group:
 
         self.spans = request.prompt.spans
         self.spans_end = self.spans[-1].start + self.spans[-1].length if self.spans else 0
-        self.rows_of: dict[VisualKey, int] = {}  # rows each key must have
-        for span in self.spans:
-            self.rows_of[span.key] = max(self.rows_of.get(span.key, 0), span.offset + span.length)
+        self.rows_of = request.prompt.planned_rows()
+        self.misfits: set[VisualKey] = set()  # keys that came with another number of rows once
         self.held: set[VisualKey] = set()
         self.asked: set[VisualKey] = set()  # asked for and not there yet
 

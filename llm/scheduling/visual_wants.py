@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llm.backend.base import VisualSlice
 from llm.request import VisualKey, WantVisual
 from llm.scheduling.sequence import Group
@@ -37,13 +39,15 @@ class VisualWants:
         """Notes what has arrived; returns (group, code, message) of those whose key has failed."""
         failures: dict[str, tuple[Group, str, str]] = {}
         for key in [key for key in self._awaited if self.is_settled(key)]:
-            failure = None if self._source.get(key) is not None else self._source.failed(key)
+            rows = self._source.get(key)
+            failure = self._source.failed(key) if rows is None else None
             for group in self._awaited.pop(key):
                 group.asked.discard(key)
                 if not group.asked:
                     _stop_encode_clock(group, now)
-                if failure is not None:
-                    failures[group.id] = (group, *failure)
+                told = failure if rows is None else self._check(group, key, rows)
+                if told is not None:
+                    failures[group.id] = (group, *told)
         return list(failures.values())
 
     def is_settled(self, key: VisualKey) -> bool:
@@ -52,7 +56,7 @@ class VisualWants:
     def first_missing(self, group: Group, start: int) -> VisualKey | None:
         """First key needed from position `start` on that is not there; asks and holds nothing."""
         for span in group.spans:
-            if span.start + span.length > start and self._source.get(span.key) is None:
+            if span.start + span.length > start and not self._fits(group, span.key):
                 return span.key
         return None
 
@@ -86,17 +90,11 @@ class VisualWants:
             first, last = max(span.start, start), min(span.start + span.length, end)
             if first >= last:
                 continue
-            rows = self._source.get(span.key) if span.key in group.held else None
-            if rows is None:
+            if span.key not in group.held or not self._fits(group, span.key):
                 self.ensure(group, start, now)
-                rows = self._source.get(span.key)
+            rows = self._source.get(span.key)
             if rows is None:
                 return first, tuple(slices)
-            if len(rows) != group.rows_of[span.key]:
-                raise VisualFailure(
-                    "visual_tokens_mismatch",
-                    f"An image has {group.rows_of[span.key]} placeholders but {len(rows)} visual tokens.",
-                )
             offset = span.offset + first - span.start
             slices.append(VisualSlice(first - start, rows[offset : offset + last - first]))
         return end, tuple(slices)
@@ -112,10 +110,16 @@ class VisualWants:
             self._drop(group, key, now)
         group.missing_visual = None
 
+    def _fits(self, group: Group, key: VisualKey) -> bool:
+        """Its visual tokens are there, as many as planned."""
+        rows = self._source.get(key)
+        return rows is not None and len(rows) == group.rows_of[key]
+
     def _present(self, group: Group, key: VisualKey, now: float) -> bool:
-        if self._source.get(key) is not None:
+        if self._fits(group, key):
             return True
-        failure = self._source.failed(key)
+        rows = self._source.get(key)
+        failure = self._source.failed(key) if rows is None else self._check(group, key, rows)
         if failure is not None:
             raise VisualFailure(*failure)
         if key not in group.asked:
@@ -125,6 +129,17 @@ class VisualWants:
             if group.encode_since is None:
                 group.encode_since = now
         return False
+
+    def _check(self, group: Group, key: VisualKey, rows: Any) -> tuple[str, str] | None:
+        """Drops rows of another number than planned: a miss, and the second time a failure of this group."""
+        if len(rows) == group.rows_of[key]:
+            return None
+        self._source.drop(key)
+        if key not in group.misfits:
+            group.misfits.add(key)
+            return None
+        message = f"An image has {group.rows_of[key]} placeholders but {len(rows)} visual tokens."
+        return "visual_tokens_mismatch", message
 
     def _drop(self, group: Group, key: VisualKey, now: float) -> None:
         group.held.discard(key)

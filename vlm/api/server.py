@@ -130,10 +130,13 @@ class DrainingServer(uvicorn.Server):
         admission = self._service.admission
         admission.draining = True
         log.info("draining", extra={"active": admission.num_active})
-        if not await admission.drained(self._service.config.drain_s):
-            log.warning("ending what still runs", extra={"active": admission.num_active})
-            await self._service.pipeline.engine.close()
-            await admission.drained(CLOSE_S)
+        try:
+            if not await admission.drained(self._service.config.drain_s):
+                log.warning("ending what still runs", extra={"active": admission.num_active})
+                await self._service.pipeline.engine.close()
+                await admission.drained(CLOSE_S)
+        except Exception:
+            log.exception("draining failed")
         self.should_exit = True
 
 

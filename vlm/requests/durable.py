@@ -16,6 +16,10 @@ class _Append:
     then: Callable[[int], None]
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    def fail(self, error: Exception) -> None:
+        self.done.set_exception(error)
+        self.done.exception()  # read, also where the caller has gone
+
 
 class DurableLog:
     """Appends at `end` of a file, open or opened for each write. Lines that come during a sync share the next
@@ -28,7 +32,8 @@ class DurableLog:
         self._writer: asyncio.Task[None] | None = None
 
     async def append(self, line: bytes, then: Callable[[int], None] = lambda offset: None) -> None:
-        """Returns when the line is on disk and `then` was called with its offset. Raises OSError.
+        """Returns when the line is on disk and `then` was called with its offset. Raises OSError, and what
+        `then` raises.
 
         A caller that is cancelled meanwhile does not undo it.
         """
@@ -43,15 +48,18 @@ class DurableLog:
             batch, self._pending = self._pending, []
             try:
                 await asyncio.to_thread(self._write, b"".join(item.line for item in batch))
-            except OSError as error:
+            except Exception as error:
                 for item in batch:
-                    item.done.set_exception(error)
-                    item.done.exception()  # read, also where the caller has gone
+                    item.fail(error)
                 continue
             for item in batch:
-                item.then(self._end)
-                self._end += len(item.line)
-                item.done.set_result(None)
+                offset, self._end = self._end, self._end + len(item.line)
+                try:
+                    item.then(offset)
+                except Exception as error:
+                    item.fail(error)
+                else:
+                    item.done.set_result(None)
 
     def _write(self, data: bytes) -> None:
         """All or nothing: what a full disk took of the lines is cut off again."""

@@ -6,6 +6,7 @@ Messages that it gives back to a replica's queue end with it.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import redis
@@ -15,8 +16,12 @@ from redis.exceptions import OutOfMemoryError
 
 from workers.cluster.celery_app import PASSING_S
 from workers.cluster.names import GENERATE_PREFIX
+from workers.cluster.redis_client import RedisClock
 
 log = logging.getLogger(__name__)
+
+# KEYS: the index of deliveries by time. ARGV: one that is in it
+_DATE = "return redis.call('ZADD', KEYS[1], 'XX', redis.call('TIME')[1], ARGV[1])"
 
 
 class LastingQoS(kombu_redis.QoS):
@@ -29,9 +34,18 @@ class LastingQoS(kombu_redis.QoS):
     def append(self, message: Any, delivery_tag: str) -> None:
         try:
             super().append(message, delivery_tag)
+            with self.channel.conn_or_acquire() as client:
+                client.eval(_DATE, 1, self.unacked_index_key, delivery_tag)
         except OutOfMemoryError:
             log.warning("Redis is at its memory limit: a delivery was not noted")
             virtual.QoS.append(self, message, delivery_tag)
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """What nobody acknowledged for `visibility_timeout` on Redis's clock, whatever this host's says."""
+        with self.channel.conn_or_acquire() as client:
+            ahead_s = time.time() - RedisClock(client).now()
+        self.visibility_timeout = self.channel.visibility_timeout + ahead_s
+        super().restore_visible(*args, **kwargs)
 
     def ack(self, delivery_tag: str) -> None:
         try:

@@ -2,7 +2,8 @@
 
 An entry holds batches of events: [call, number of the batch, [event, ...]]. Numbers run from 0 for each
 call, so that a reader knows what it has already (written twice around a lost connection) and what is missing
-(Redis lost data). A reader resumes from the last entry that it took, and trims what it has taken.
+(Redis lost data). A reader resumes from the last entry that it took, and trims what it has taken. A batch of
+number ABANDONED says that nothing more of its call will come, as its replica has dropped it or never had it.
 
 Back-pressure: once a stream has MAX_LAG entries its events stay with the replica, where a choice's deltas
 melt into one. A node that does not read holds up nobody and costs at most the text that its calls may make.
@@ -10,7 +11,6 @@ melt into one. A node that does not read holds up nobody and costs at most the t
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import threading
@@ -23,15 +23,18 @@ import redis
 import redis.asyncio
 
 from llm.request import Delta, Event, Finished
-from workers.contract.messages import event_to_json
+from workers.cluster.redis_client import AWAY, AWAY_PAUSE_S
+from workers.contract.loops import LoopThread, keep_going
+from workers.contract.messages import event_from_json, event_to_json
 from workers.contract.streams import is_last
+from workers.contract.versions import MESSAGE_VERSION, known_fields
 
 log = logging.getLogger(__name__)
 
 MAX_LAG = 64  # entries
+ABANDONED = -1
 _STREAM_TTL_S = 120
 _LAG_POLL_S = 0.05
-_AWAY_PAUSE_S = 0.2
 _BLOCK_MS = 1000
 _TRIM_EVERY = 16  # entries
 
@@ -96,18 +99,19 @@ class EventPublisher:
         self._max_lag = max_lag
         self._calls: dict[str, _Outgoing] = {}
         self._lags: dict[str, int] = {}  # entries in each node's stream when last seen
+        self._abandoned: list[tuple[str, str]] = []  # calls and their nodes
         self._changed = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._loop = LoopThread("the publisher of events", self._turn)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def close(self) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        self._loop.close()
 
     def open(self, call: str, node: str) -> None:
         with self._changed:
@@ -128,31 +132,42 @@ class EventPublisher:
                     outgoing.ended = _ends(event)
             self._changed.notify()
 
+    def abandon(self, call: str, node: str) -> None:
+        """Tells the node that no more of this call will come, after what was written of it before."""
+        with self._changed:
+            self._calls.pop(call, None)
+            self._abandoned.append((call, node))
+            self._changed.notify()
+
     @property
     def num_pending(self) -> int:
         """Events that wait for Redis or for a reader that lags."""
         with self._changed:
             return sum(len(outgoing.events) for outgoing in self._calls.values())
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._ready() or bool(self._lagging()))
-                lagging = self._lagging()
-                if lagging and not self._ready():
-                    self._changed.wait(_LAG_POLL_S)
-                if self._stopping:
-                    return
-                entries, ended = self._take()
-            if lagging:
-                self._look_at(lagging)
-            if entries:
+    def _turn(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._ready() or bool(self._lagging()))
+            lagging = self._lagging()
+            if lagging and not self._ready():
+                self._changed.wait(_LAG_POLL_S)
+            if self._stopping:
+                return True
+            entries, ended = self._take()
+        if lagging:
+            self._look_at(lagging)
+        if entries:
+            try:
                 self._write(entries)
+            finally:
                 for call in ended:
                     self._on_ended(call)
+        return False
 
     def _ready(self) -> bool:
-        return any(o.events and self._lags.get(o.node, 0) < self._max_lag for o in self._calls.values())
+        return bool(self._abandoned) or any(
+            o.events and self._lags.get(o.node, 0) < self._max_lag for o in self._calls.values()
+        )
 
     def _lagging(self) -> list[str]:
         nodes = {o.node for o in self._calls.values() if o.events}
@@ -172,6 +187,9 @@ class EventPublisher:
             if outgoing.ended:
                 del self._calls[call]
                 ended.append(call)
+        for call, node in self._abandoned:
+            entries.setdefault(node, []).append([call, ABANDONED, []])
+        self._abandoned.clear()
         return entries, ended
 
     def _write(self, entries: dict[str, list[Any]]) -> None:
@@ -181,25 +199,25 @@ class EventPublisher:
                 with self._client.pipeline(transaction=False) as pipeline:
                     for node, batches in entries.items():
                         text = json.dumps(batches, separators=(",", ":"), ensure_ascii=False)
-                        pipeline.xadd(stream_name(node), {"b": text})
+                        pipeline.xadd(stream_name(node), {"b": text, "v": MESSAGE_VERSION})
                         pipeline.expire(stream_name(node), _STREAM_TTL_S)
                         pipeline.xlen(stream_name(node))
                     lengths = pipeline.execute()[2::3]
                 self._lags.update(zip(entries, lengths, strict=True))
                 return
-            except (redis.RedisError, OSError) as error:
+            except AWAY as error:
                 # away, or at its memory limit: either way it is tried again
                 if not away:
                     log.warning("events could not be written: %s", error)
                 away = True
-                time.sleep(_AWAY_PAUSE_S)
+                time.sleep(AWAY_PAUSE_S)
 
     def _look_at(self, nodes: list[str]) -> None:
         try:
             for node in nodes:
                 self._lags[node] = int(self._client.xlen(stream_name(node)))
-        except (redis.RedisError, OSError):
-            time.sleep(_AWAY_PAUSE_S)
+        except AWAY:
+            time.sleep(AWAY_PAUSE_S)
 
 
 class EventReader:
@@ -211,38 +229,46 @@ class EventReader:
         self._stream = stream_name(node)
         self._take = take
         self._last = "0"
+        self._untrimmed = 0
 
     async def run(self) -> None:
-        while True:
-            try:
-                async with redis.asyncio.from_url(
-                    self._url, socket_timeout=_BLOCK_MS / 1000 + 2.0, socket_connect_timeout=2.0
-                ) as client:
-                    await self._read(client)
-            except (redis.RedisError, OSError):
-                await asyncio.sleep(_AWAY_PAUSE_S)
+        async with redis.asyncio.from_url(
+            self._url, socket_timeout=_BLOCK_MS / 1000 + 2.0, socket_connect_timeout=2.0
+        ) as client:
+            await keep_going("the reader of events", lambda: self._read(client), AWAY, AWAY_PAUSE_S)
 
     async def _read(self, client: redis.asyncio.Redis) -> None:
-        untrimmed = 0
-        while True:
-            found = cast(
-                "list[Any]", await client.xread({self._stream: self._last}, count=100, block=_BLOCK_MS)
-            )
-            entries = found[0][1] if found else []
-            for entry_id, fields in entries:
-                self._last = entry_id.decode()
-                for call, number, events in json.loads(fields[b"b"]):
+        found = cast("list[Any]", await client.xread({self._stream: self._last}, count=100, block=_BLOCK_MS))
+        entries = found[0][1] if found else []
+        for entry_id, fields in entries:
+            self._last = entry_id.decode()
+            self._untrimmed += 1
+            try:
+                for call, number, events, *_ in json.loads(fields[b"b"]):
                     self._take(call, number, events)
-            untrimmed += len(entries)
-            if untrimmed >= _TRIM_EVERY or (untrimmed and not entries):
-                await client.xtrim(self._stream, minid=_after(self._last), approximate=False)
-                untrimmed = 0
+            except (KeyError, TypeError, ValueError):
+                log.exception("an entry of events could not be read: its calls have a gap")
+        if self._untrimmed >= _TRIM_EVERY or (self._untrimmed and not entries):
+            await client.xtrim(self._stream, minid=_after(self._last), approximate=False)
+            self._untrimmed = 0
 
 
 def _to_json(event: StreamEvent) -> dict[str, Any]:
     if isinstance(event, Started | Refused):
         return {"type": type(event).__name__, **asdict(event)}
     return event_to_json(event)
+
+
+def event_of(value: dict[str, Any]) -> StreamEvent | None:
+    """None for a kind of event that is not known. Raises ValueError for what can't be read."""
+    kinds: dict[str, type[Started | Refused]] = {"Started": Started, "Refused": Refused}
+    if not isinstance(value, dict) or (kind := kinds.get(value.get("type", ""))) is None:
+        return event_from_json(value)
+    fields = known_fields(kind, {name: field for name, field in value.items() if name != "type"})
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"not an event: {error}") from None
 
 
 def _ends(event: StreamEvent) -> bool:

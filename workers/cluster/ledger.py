@@ -4,8 +4,9 @@ A piece of work has a content key, so doing it twice does no harm, and nothing h
 - waiters: who wants the result, renewed by asking; a message that nobody wants any more is dropped.
 - claim: a message for it is under way; ends when a worker takes it up, or by itself if the message is lost.
 - lease: a worker is at it, renewed by its heartbeat. No lease after an attempt began means that it died.
-- attempts: how often it was begun; a piece that has used them all is failed, whoever notices.
-- verdict: why it failed, for every waiter, for a while.
+- attempts: how often it was begun for those who wait; a piece that has used them all is failed, whoever
+  notices.
+- verdict: why it failed, for those who waited then. Whoever comes later begins anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from llm.request import Priority
+from workers.cluster.redis_client import RedisClock
 
 if TYPE_CHECKING:
     import redis
@@ -24,28 +26,46 @@ HEARTBEAT_S = 0.5
 WAITER_S = 10.0
 CLAIM_S = 10.0
 ATTEMPTS_S = 600.0
-VERDICT_S = 30.0
+VERDICT_S = 30.0  # at most; a waiter asks twice a second
 WAIT_KEPT_S = 60.0
 WAIT_WEIGHT = 0.1  # of the latest wait in the mean
 
-# KEYS of every script: waiters, claim, lease, attempts, verdict
+# KEYS of every script: waiters, claim, lease, attempts, verdict, judged (waiters that the verdict is for)
 _LOOK = """
+local verdict = redis.call('SISMEMBER', KEYS[6], ARGV[1]) == 1 and redis.call('GET', KEYS[5])
+if verdict then return {0, '0', verdict} end
 local t = redis.call('TIME')
+local known = redis.call('ZSCORE', KEYS[1], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+if not known and redis.call('ZCARD', KEYS[1]) == 0 then redis.call('DEL', KEYS[4]) end
 redis.call('ZADD', KEYS[1], t[1] + ARGV[2], ARGV[1])
 redis.call('EXPIRE', KEYS[1], ARGV[2])
-return {redis.call('EXISTS', KEYS[3]), redis.call('GET', KEYS[4]) or '0', redis.call('GET', KEYS[5]) or ''}
+return {redis.call('EXISTS', KEYS[3]), redis.call('GET', KEYS[4]) or '0', ''}
 """
 _LEAVE = """
 local t = redis.call('TIME')
 redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('SREM', KEYS[6], ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+if redis.call('EXISTS', KEYS[6]) == 0 then redis.call('DEL', KEYS[5]) end
 return redis.call('ZCARD', KEYS[1])
+"""
+_FAIL = """
+local t = redis.call('TIME')
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
+local waiters = redis.call('ZRANGE', KEYS[1], 0, -1)
+redis.call('DEL', KEYS[1], KEYS[3], KEYS[4])
+if #waiters == 0 then return 0 end
+for _, waiter in ipairs(waiters) do redis.call('SADD', KEYS[6], waiter) end
+redis.call('PEXPIRE', KEYS[6], ARGV[2])
+redis.call('SET', KEYS[5], ARGV[1], 'PX', ARGV[2])
+return #waiters
 """
 _BEGIN = """
 local t = redis.call('TIME')
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', t[1])
 redis.call('DEL', KEYS[2])
-if redis.call('ZCARD', KEYS[1]) == 0 or redis.call('EXISTS', KEYS[5]) == 1 then return 'unwanted' end
+if redis.call('ZCARD', KEYS[1]) == 0 then return 'unwanted' end
 if redis.call('EXISTS', KEYS[3]) == 1 then return 'running' end
 if tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[3]) then return 'exhausted' end
 redis.call('INCR', KEYS[4])
@@ -84,8 +104,9 @@ class WorkLedger:
         self._client = client
         self._prefix = f"vlm:{kind}"
         self.channel = f"{self._prefix}:done"
-        self._look, self._leave, self._begin, self._beat, self._end = (
-            client.register_script(script) for script in (_LOOK, _LEAVE, _BEGIN, _BEAT, _END)
+        self.clock = RedisClock(client)
+        self._look, self._leave, self._fail, self._begin, self._beat, self._end = (
+            client.register_script(script) for script in (_LOOK, _LEAVE, _FAIL, _BEGIN, _BEAT, _END)
         )
 
     def look(self, key: str, waiter: str) -> WorkState:
@@ -124,13 +145,9 @@ class WorkLedger:
         self._end(keys=self._keys(key), args=[token, outcome])
         self.announce(key)
 
-    def fail(self, key: str, code: str, message: str, ttl_s: float = VERDICT_S) -> None:
-        """The verdict for everyone who waits and for whoever asks within `ttl_s`."""
-        keys = self._keys(key)
-        with self._client.pipeline() as pipeline:
-            pipeline.set(keys[4], json.dumps([code, message]), px=_ms(ttl_s))
-            pipeline.delete(keys[3])
-            pipeline.execute()
+    def fail(self, key: str, code: str, message: str) -> None:
+        """The verdict for everyone who waits now, until they leave; its attempts are over."""
+        self._fail(keys=self._keys(key), args=[json.dumps([code, message]), _ms(VERDICT_S)])
 
     def note_wait(self, wait_s: float) -> None:
         """How long the message waited that a worker takes up now."""
@@ -147,7 +164,7 @@ class WorkLedger:
         self._client.publish(self.channel, key)
 
     def _keys(self, key: str) -> list[str]:
-        names = ("waiters", "claim", "lease", "attempts", "verdict")
+        names = ("waiters", "claim", "lease", "attempts", "verdict", "judged")
         return [f"{self._prefix}:{name}:{key}" for name in names]
 
 

@@ -7,19 +7,25 @@ replica, and per attempt a mark that it was started and one that it is cancelled
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, known_fields
 
 if TYPE_CHECKING:
     import redis
+
+    from workers.cluster.redis_client import RedisClock
 
 MEMORY_STORE = "memory://"  # a blob store of this process alone
 GENERATE_TASK = "generate.run"
 ENCODE_TASK = "encode.image"
 ENCODE_QUEUE = "encode"
 GENERATE_PREFIX = "generate."  # of replicas' queues
-SENT_HEADER = "vlm-sent-at"  # time.time() of whoever sent a message
+SENT_HEADER = "vlm-sent-at"  # on Redis's clock, since version 2; before, on that of whoever sent it
+VERSION_HEADER = "vlm-version"
+ROWS_HEADER = "vlm-num-rows"  # visual tokens that the image's plan has
 NODE, REPLICA, ENCODER = "node", "replica", "encoder"
 TILES_TTL_S = 120.0
 _INBOX_TTL_S = 120
@@ -74,7 +80,7 @@ class GenerateJob:
     node: str
     request: dict[str, Any]
     deadline_s: float  # from being sent
-    sent_at: float  # time.time() of the node
+    sent_at: float  # on Redis's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +90,52 @@ class EncodeJob:
     dtype: str
     tiles_blob: str
     deadline_s: float  # from being sent to being begun
-    sent_at: float
+    sent_at: float  # on Redis's clock
 
 
 @dataclass(frozen=True, slots=True)
 class InboxMessage:
     """What a node tells a replica. `visual`: level 2 has the key; `tiles`: encode it yourself from the blob;
-    `fail`: it can't be had; `cancel`: nobody reads `key`'s call any more; `clear`: forget caches."""
+    `fail`: it can't be had; `cancel`: nobody reads `key`'s call any more; `clear`: forget caches; `alive`,
+    since version 2: the node `key`, which was away, waits for these `calls`."""
 
-    op: Literal["visual", "tiles", "fail", "cancel", "clear"]
+    op: Literal["visual", "tiles", "fail", "cancel", "clear", "alive"]
     key: str = ""
     blob: str = ""
     code: str = ""
     message: str = ""
+    calls: tuple[str, ...] = ()
+    version: int = FIRST_VERSION
+
+    def to_json(self, reader_version: int) -> dict[str, Any]:
+        """The first version refuses fields that it does not know."""
+        value = {**asdict(self), "version": MESSAGE_VERSION}
+        if reader_version == FIRST_VERSION:
+            del value["calls"], value["version"]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> InboxMessage:
+        """Raises TypeError."""
+        message = cls(**known_fields(cls, value))
+        return replace(message, calls=tuple(message.calls))
+
+
+def task_headers(sent_at: float, **more: Any) -> dict[str, Any]:
+    """Of a Celery message; they hold what the first version, whose tasks refuse unknown fields, lacks."""
+    return {SENT_HEADER: sent_at, VERSION_HEADER: MESSAGE_VERSION, **more}
+
+
+def waited_s(headers: Mapping[str, Any] | None, clock: RedisClock) -> float:
+    """Since the message was sent; 0 if it does not say. May raise `redis.RedisError`.
+
+    The first version's time is another host's and compares with nothing.
+    """
+    headers = headers or {}
+    sent_at, version = headers.get(SENT_HEADER), headers.get(VERSION_HEADER, FIRST_VERSION)
+    if not isinstance(sent_at, float) or version == FIRST_VERSION:
+        return 0.0
+    return clock.age_s(sent_at)
 
 
 class Mailbox:
@@ -105,15 +144,17 @@ class Mailbox:
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
 
-    def post(self, replica: str, message: InboxMessage) -> None:
+    def post(self, replica: str, message: InboxMessage, reader_version: int = FIRST_VERSION) -> None:
+        """reader_version: of the replica, as its heartbeat says."""
         with self._client.pipeline() as pipeline:
-            pipeline.rpush(self._inbox(replica), json.dumps(asdict(message)))
+            pipeline.rpush(self._inbox(replica), json.dumps(message.to_json(reader_version)))
             pipeline.expire(self._inbox(replica), _INBOX_TTL_S)
             pipeline.execute()
 
     def receive(self, replica: str, timeout_s: float = 1.0) -> InboxMessage | None:
+        """The next message, if one comes in time. Raises ValueError or TypeError for one that is none."""
         found = cast("list[bytes] | None", self._client.blpop([self._inbox(replica)], timeout_s))
-        return InboxMessage(**json.loads(found[1])) if found else None
+        return InboxMessage.from_json(json.loads(found[1])) if found else None
 
     def mark_started(self, call: str, replica: str, deadline_s: float) -> bool:
         """False if the attempt was started before: its message came twice."""
@@ -130,8 +171,3 @@ class Mailbox:
 
     def _inbox(self, replica: str) -> str:
         return f"vlm:inbox:{replica}"
-
-
-def age_s(sent_at: float) -> float:
-    """On two machines' clocks, so never below zero."""
-    return max(0.0, time.time() - sent_at)

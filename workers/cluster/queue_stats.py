@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workers.cluster.celery_app import BATCH_SUFFIX, PREPROCESS_QUEUE
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import ENCODE_QUEUE, SENT_HEADER, generate_queue
+from workers.cluster.names import ENCODE_QUEUE, generate_queue, waited_s
+from workers.cluster.redis_client import RedisClock
 
 if TYPE_CHECKING:
     import redis
@@ -22,6 +22,7 @@ class QueueStats:
     def __init__(self, client: redis.Redis, store: redis.Redis | None = None) -> None:
         """store: where the ledgers are, if not at the broker."""
         self._client = client
+        self._clock = RedisClock(store or client)
         self._ledgers = {name: WorkLedger(store or client, name) for name in (PREPROCESS_QUEUE, ENCODE_QUEUE)}
 
     def read(self, replicas: Sequence[str] = ()) -> dict[str, dict[str, float]]:
@@ -34,7 +35,10 @@ class QueueStats:
                     pipeline.lindex(key, -1)
             values = iter(pipeline.execute())
         queues = {
-            name: {"length": float(length + batch), "oldest_age_s": max(_age_s(oldest), _age_s(oldest_batch))}
+            name: {
+                "length": float(length + batch),
+                "oldest_age_s": max(self._age_s(oldest), self._age_s(oldest_batch)),
+            }
             for name, length, oldest, batch, oldest_batch in zip(
                 names, values, values, values, values, strict=True
             )
@@ -45,8 +49,5 @@ class QueueStats:
                 queues[name]["wait_ms"] = wait_s * 1e3
         return queues
 
-
-def _age_s(message: bytes | None) -> float:
-    """0 for no message, and for one that does not say when it was sent."""
-    sent_at = json.loads(message)["headers"].get(SENT_HEADER) if message else None
-    return max(0.0, time.time() - sent_at) if isinstance(sent_at, float) else 0.0
+    def _age_s(self, message: bytes | None) -> float:
+        return waited_s(json.loads(message)["headers"], self._clock) if message else 0.0

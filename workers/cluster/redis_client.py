@@ -18,6 +18,9 @@ _READ_BYTES = 1 << 17
 log = logging.getLogger(__name__)
 
 SCHEMES = ("redis://", "rediss://", "unix://")
+AWAY = (redis.RedisError, OSError)
+"""What a call raises while Redis is away."""
+AWAY_PAUSE_S = 0.3  # at most, of a loop that waits for it to come back
 
 
 def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
@@ -69,3 +72,19 @@ def _check_one(name: str, url: str) -> None:
         log.warning("%s: Redis at %s can't be reached; it is waited for", name, where)
     finally:
         client.close()
+
+
+class RedisClock:
+    """Redis's own time, in seconds since the epoch: one clock for all machines, whatever theirs say."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def now(self) -> float:
+        """Raises `redis.RedisError`."""
+        seconds, microseconds = self._client.time()
+        return seconds + microseconds / 1e6
+
+    def age_s(self, sent_at: float) -> float:
+        """Since a time of this clock. Raises `redis.RedisError`."""
+        return max(0.0, self.now() - sent_at)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import redis
 import redis.exceptions
+
+from workers.cluster.redis_client import AWAY
+from workers.contract.loops import LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +23,31 @@ _FORGET_S = 3600.0
 
 About = Mapping[str, Any]
 
+# KEYS: of the member, names. ARGV: name, what it says, ttl in ms, seconds until a silent name is forgotten
+_BEAT = """
+local t = redis.call('TIME')
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('ZADD', KEYS[2], t[1], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', t[1] - ARGV[4])
+"""
+
 
 class Registry:
-    """Heartbeats of one kind. Every method may raise `redis.RedisError`."""
+    """Heartbeats of one kind. Every method may raise `redis.RedisError`.
+
+    All times are Redis's own: a member whose clock is wrong forgets nobody.
+    """
 
     def __init__(self, client: redis.Redis, kind: str) -> None:
         self._client = client
         self._prefix = f"vlm:{kind}"
         self._names = f"vlm:{kind}s"
+        self._beat = client.register_script(_BEAT)
 
     def beat(self, name: str, about: About) -> None:
         """`name` is alive for MEMBER_TTL_S from now."""
-        with self._client.pipeline() as pipeline:
-            pipeline.set(self._key(name), json.dumps(about), px=round(MEMBER_TTL_S * 1000))
-            pipeline.zadd(self._names, {name: time.time()})
-            pipeline.zremrangebyscore(self._names, "-inf", time.time() - _FORGET_S)
-            pipeline.execute()
+        args: list[str | int] = [name, json.dumps(about), round(MEMBER_TTL_S * 1000), round(_FORGET_S)]
+        self._beat(keys=[self._key(name), self._names], args=args)
 
     def leave(self, name: str) -> None:
         with self._client.pipeline() as pipeline:
@@ -46,24 +57,42 @@ class Registry:
 
     def alive(self) -> dict[str, About]:
         """What the living said last, by name."""
-        found = cast("Iterable[bytes]", self._client.zrange(self._names, 0, -1))
+        return {name: about for name, about in self.members().items() if about is not None}
+
+    def members(self) -> dict[str, About | None]:
+        """What they said last, by name; None for those who fell silent and did not leave."""
+        found = cast("list[bytes]", self._client.zrange(self._names, 0, -1))
         names = sorted(name.decode() for name in found)
         if not names:
             return {}
         values = cast("list[bytes | None]", self._client.mget([self._key(name) for name in names]))
-        return {name: json.loads(value) for name, value in zip(names, values, strict=True) if value}
+        return {name: _about(value) for name, value in zip(names, values, strict=True)}
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
 
+def _about(value: bytes | None) -> About | None:
+    try:
+        about = None if value is None else json.loads(value)
+    except ValueError:
+        log.warning("a heartbeat can't be read")
+        return None
+    return about if isinstance(about, dict) else None
+
+
 class Watch:
-    """The last look at a registry. While Redis is away, and GRACE_S after, nobody counts as dead."""
+    """The last look at a registry. While Redis is away, and GRACE_S after, nobody counts as dead.
+
+    Being away is an outage, and so is a look that comes so late that this process must have stood still.
+    """
 
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
         self._contact_since: float | None = None  # None: the last look failed
+        self._looked: float | None = None
+        self._silent_since: dict[str, float] = {}
         self.alive: dict[str, About] = {}
         self.outages = 0
 
@@ -82,16 +111,27 @@ class Watch:
 
     def refresh(self) -> bool:
         """Looks again; False while Redis is away."""
+        looked, self._looked = self._looked, self._clock()
+        if looked is not None and self._looked - looked > MEMBER_TTL_S:
+            self._lose_contact()
         try:
-            self.alive = self._registry.alive()
-        except (redis.RedisError, OSError):
-            self.outages += self._contact_since is not None
-            self._contact_since = None
+            members = self._registry.members()
+        except AWAY:
+            self._lose_contact()
             return False
+        now = self._clock()
+        self.alive = {name: about for name, about in members.items() if about is not None}
+        silent = members.keys() - self.alive.keys()
+        self._silent_since = {name: self._silent_since.get(name, now) for name in silent}
         if self._contact_since is None:
             first_look = self.outages == 0
-            self._contact_since = self._clock() - (GRACE_S if first_look else 0.0)
+            self._contact_since = now - (GRACE_S if first_look else 0.0)
         return True
+
+    def _lose_contact(self) -> None:
+        self.outages += self._contact_since is not None
+        self._contact_since = None
+        self._silent_since.clear()
 
     def is_dead(self, name: str, boot: str | None = None) -> bool:
         """`name` is gone, or is another process (`boot`) than the one meant."""
@@ -99,6 +139,13 @@ class Watch:
         if about is not None and (boot is None or about.get("boot") == boot):
             return False
         return self.settled
+
+    def is_gone(self, name: str, patience_s: float) -> bool:
+        """`name` left, or has been silent for so long: one that is cut off may come back."""
+        if name in self.alive or not self.settled:
+            return False
+        since = self._silent_since.get(name)
+        return since is None or self._clock() - since >= patience_s
 
 
 class HeartbeatThread:
@@ -108,39 +155,26 @@ class HeartbeatThread:
         self._registry = registry
         self._name = name
         self._about = about
-        self._stop = threading.Event()
-        self._soon = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._loop = LoopThread("heartbeat", self._beat, AWAY, max_pause_s=BEAT_S)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def beat_now(self) -> None:
-        self._soon.set()
+        self._loop.wake()
 
     def close(self) -> None:
-        self._stop.set()
-        self._soon.set()
-        self._thread.join()
+        self._loop.close()
         self.leave()
 
     def leave(self) -> None:
         try:
             self._registry.leave(self._name)
-        except (redis.RedisError, OSError):
+        except AWAY:
             log.warning("could not leave the registry; the heartbeat ends by itself")
 
-    def _run(self) -> None:
-        away = False
-        while not self._stop.is_set():
-            try:
-                about = self._about()
-                if about is not None:
-                    self._registry.beat(self._name, about)
-                away = False
-            except (redis.RedisError, OSError) as error:
-                if not away:
-                    log.warning("heartbeat failed: %s", error)
-                away = True
-            self._soon.wait(BEAT_S)
-            self._soon.clear()
+    def _beat(self) -> None:
+        about = self._about()
+        if about is not None:
+            self._registry.beat(self._name, about)
+        self._loop.pause(BEAT_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from llm.request import (
@@ -26,11 +26,13 @@ from llm.request import (
     VisualKey,
     WantVisual,
 )
+from workers.contract.versions import MESSAGE_VERSION, known_fields, note_dropped
 
 FRAME_HEADER = struct.Struct("!II")  # bytes of JSON, bytes of payload
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
+_REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "params", "priority", "namespace"}
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)
 }
@@ -38,6 +40,7 @@ _EVENTS: dict[str, type] = {
 
 def pack_frame(header: dict[str, Any], payload: bytes | memoryview = b"") -> list[bytes | memoryview]:
     """The parts to write, in order."""
+    header = {"version": MESSAGE_VERSION, **header}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return [FRAME_HEADER.pack(len(text), len(payload)) + text, payload]
 
@@ -53,6 +56,7 @@ def frame_sizes(header: bytes) -> tuple[int, int]:
 def request_to_json(request: Request) -> dict[str, Any]:
     prompt = request.prompt
     return {
+        "version": MESSAGE_VERSION,
         "id": request.id,
         "token_ids": list(prompt.token_ids),
         "spans": [[s.start, s.length, s.key, s.offset] for s in prompt.spans],
@@ -63,21 +67,28 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_from_json(value: dict[str, Any]) -> Request:
-    params = dict(value["params"])
-    unknown = params.keys() - {f.name for f in fields(SamplingParams)}
-    if unknown:
-        raise ValueError(f"unknown sampling parameters: {', '.join(sorted(unknown))}")
+    """Raises ValueError for what can't be read."""
+    try:
+        return _request(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a request: {error!r}") from None
+
+
+def _request(value: dict[str, Any]) -> Request:
+    for name in value.keys() - _REQUEST_FIELDS:
+        note_dropped("field", f"Request.{name}")
+    params = known_fields(SamplingParams, value["params"])
     params["logit_bias"] = tuple((int(t), float(b)) for t, b in params.get("logit_bias", ()))
     params["stop"] = tuple(params.get("stop", ()))
     if params.get("constraint") is not None:
         kind, text = params["constraint"]
         params["constraint"] = (kind, text)
-    spans = tuple(ImageSpan(start, n, VisualKey(key), offset) for start, n, key, offset in value["spans"])
+    spans = tuple(ImageSpan(start, n, VisualKey(key), offset) for start, n, key, offset, *_ in value["spans"])
     return Request(
         id=value["id"],
         prompt=Prompt(tuple(value["token_ids"]), spans),
         params=SamplingParams(**params),
-        priority=value["priority"],
+        priority=value.get("priority", "interactive"),
         namespace=value["namespace"],
     )
 
@@ -86,9 +97,22 @@ def event_to_json(event: Event) -> dict[str, Any]:
     return {"type": type(event).__name__, **asdict(event)}
 
 
-def event_from_json(value: dict[str, Any]) -> Event:
+def event_from_json(value: dict[str, Any]) -> Event | None:
+    """None for a kind of event that is not known. Raises ValueError for what can't be read."""
+    try:
+        return _event(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an event: {error!r}") from None
+
+
+def _event(value: dict[str, Any]) -> Event | None:
     value = dict(value)
-    cls = _EVENTS[value.pop("type")]
+    name = value.pop("type")
+    cls = _EVENTS.get(name)
+    if cls is None:
+        note_dropped("kind of event", name)
+        return None
+    value = known_fields(cls, value)
     if "logprobs" in value:
         value["logprobs"] = tuple(
             TokenLogprob(p["token_id"], p["logprob"], tuple((t, v) for t, v in p["top"]))
@@ -97,7 +121,8 @@ def event_from_json(value: dict[str, Any]) -> Event:
     if cls is Delta:
         value["token_ids"] = tuple(value["token_ids"])
     elif cls is Finished:
-        value["usage"] = None if value["usage"] is None else Usage(**value["usage"])
-        value["timings"] = None if value["timings"] is None else Timings(**value["timings"])
+        for field, kind in (("usage", Usage), ("timings", Timings)):
+            if value.get(field) is not None:
+                value[field] = kind(**known_fields(kind, value[field]))
     event: Event = cls(**value)
     return event

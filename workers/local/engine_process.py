@@ -22,6 +22,8 @@ from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
+from workers.contract.faults import UNREADABLE
+from workers.contract.loops import keep_going
 from workers.contract.messages import (
     FRAME_HEADER,
     event_from_json,
@@ -32,6 +34,7 @@ from workers.contract.messages import (
     request_to_json,
 )
 from workers.contract.streams import StreamTable, end_tasks
+from workers.contract.versions import note_dropped
 from workers.local.children import child_environment
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
@@ -99,11 +102,8 @@ def refuse(connection: socket.socket, reason: str) -> None:
 def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], payload: bytes) -> None:
     match message["op"]:
         case "submit":
-            request = request_from_json(message["request"])
-            try:
-                runner.submit(request)
-            except RequestError as error:
-                failed = Failed(request.id, error.code, error.message, error.param)
+            failed = _submit(runner, message["request"])
+            if failed is not None:
                 frames.send({"op": "events", "events": [event_to_json(failed)]})
         case "cancel":
             runner.cancel(message["id"])
@@ -117,6 +117,21 @@ def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], 
         case "clear":
             runner.clear_cache()
             frames.send({"op": "reply", "reply": message["reply"], "value": None})
+        case other:
+            note_dropped("kind of frame", other)
+
+
+def _submit(runner: EngineRunner, value: dict[str, Any]) -> Failed | None:
+    try:
+        request = request_from_json(value)
+    except ValueError:
+        log.exception("a request could not be read")
+        return Failed(str(value.get("id")), *UNREADABLE)
+    try:
+        runner.submit(request)
+    except RequestError as error:
+        return Failed(request.id, error.code, error.message, error.param)
+    return None
 
 
 class EngineProcess:
@@ -161,7 +176,9 @@ class EngineProcess:
     async def start(self) -> None:
         """Starts the child and waits until it is up. Raises `EngineUnavailable` if its first start fails,
         and `EngineRefused` where its settings can't work."""
-        self._keeper = asyncio.create_task(self._keep_alive())
+        self._keeper = asyncio.create_task(
+            keep_going("the engine process", self._run_child_to_its_end, expected=(EngineUnavailable,))
+        )
         up = asyncio.create_task(self._up.wait())
         done, _ = await asyncio.wait({up, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
         if up not in done:
@@ -173,33 +190,33 @@ class EngineProcess:
 
     async def close(self) -> None:
         if self._keeper:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+            self._keeper.cancel()  # once: it ends the child
+            await asyncio.gather(self._keeper, return_exceptions=True)
             self._keeper = None
         await self._stop_child()
         self._streams.fail_all(*SHUTTING_DOWN)
 
-    async def _keep_alive(self) -> None:
-        delay_s = 0.0
-        while True:
-            await asyncio.sleep(delay_s)
-            started = time.monotonic()
-            try:
-                await self._run_child()
-            finally:
-                was_up = self._up.is_set()
-                self._up.clear()
-                self._streams.fail_all(*ENGINE_DIED)
-                for future in self._replies.values():
-                    if not future.done():
-                        future.set_exception(EngineUnavailable(ENGINE_DIED[1]))
-                self._replies.clear()
-                await self._stop_child()
-            if not was_up and self.restarts == 0:
-                return  # never came up: a start-up error, not a crash
-            self.restarts += 1
-            delay_s = 0.0 if time.monotonic() - started > 10 else min(5.0, 2 * delay_s + 0.1)
+    async def _run_child_to_its_end(self) -> bool:
+        """True if the first never came up: a start-up error, not a crash. Raises why it ended otherwise."""
+        end: Exception = EngineUnavailable("it ended")
+        try:
+            await self._run_child()
+        except Exception as error:
+            end = error
+        finally:
+            was_up = self._up.is_set()
+            self._up.clear()
+            self._streams.fail_all(*ENGINE_DIED)
+            for future in self._replies.values():
+                if not future.done():
+                    future.set_exception(EngineUnavailable(ENGINE_DIED[1]))
+            self._replies.clear()
+            await self._stop_child()
+        if not was_up and self.restarts == 0:
+            log.debug("the engine process did not come up", exc_info=end)
+            return True
+        self.restarts += 1
+        raise end
 
     async def _run_child(self) -> None:
         """Returns once the child has ended or hangs."""
@@ -213,6 +230,9 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C would reach it before it ignores it
                 env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment()},
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             os.close(progress_fd)
@@ -230,7 +250,10 @@ class EngineProcess:
                 json_bytes, payload_bytes = frame_sizes(await reader.readexactly(FRAME_HEADER.size))
                 message = json.loads(await reader.readexactly(json_bytes))
                 await reader.readexactly(payload_bytes)
-                self._take(message)
+                try:
+                    self._take(message)
+                except (KeyError, TypeError, AttributeError):
+                    log.exception("a frame of the engine process could not be read")
 
     async def _watch(self, progress: Progress) -> None:
         """Returns once the child hangs, and kills it: its streams wait for nothing more."""
@@ -249,16 +272,31 @@ class EngineProcess:
     def _take(self, message: dict[str, Any]) -> None:
         match message["op"]:
             case "ready":
-                self.info = message["info"]
+                self.info = message.get("info", {})
                 self._up.set()
             case "refused":
                 self._refusal = message["reason"]
             case "events":
-                self._streams.feed([event_from_json(event) for event in message["events"]])
+                for event in message["events"]:
+                    self._take_event(event)
             case "reply":
                 future = self._replies.pop(message["reply"], None)
                 if future and not future.done():
-                    future.set_result(message["value"])
+                    future.set_result(message.get("value"))
+            case other:
+                note_dropped("kind of frame", other)
+
+    def _take_event(self, value: dict[str, Any]) -> None:
+        """One that can't be read ends its stream: what it would have said is missing."""
+        try:
+            event = event_from_json(value)
+        except ValueError:
+            log.exception("an event of the engine process could not be read")
+            name = str(value.get("request_id"))
+            self._cancel(name)
+            event = Failed(name, *UNREADABLE)
+        if event is not None:
+            self._streams.feed([event])
 
     async def _stop_child(self) -> None:
         if self._writer:

@@ -35,6 +35,9 @@ class CachedVisuals:
     def release(self, key: VisualKey) -> None:
         self._cache.release(key)
 
+    def drop(self, key: VisualKey) -> None:
+        self._cache.drop(key)
+
     def failed(self, key: VisualKey) -> tuple[str, str] | None:
         return self._batcher.failed(key)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llm.request import Event, Request, VisualKey
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
-from workers.contract.streams import StreamTable
+from workers.contract.streams import StreamTable, end_tasks
 from workers.local.engine_runner import EngineRunner
+
+log = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -37,9 +40,7 @@ class LocalEngine:
 
     async def close(self) -> None:
         if self._loop:
-            self._loop.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop
+            await end_tasks(self._loop)
             self._loop = None
         self._streams.fail_all(*SHUTTING_DOWN)
         self._thread.shutdown()
@@ -55,8 +56,8 @@ class LocalEngine:
                 while runner.has_work:
                     self._streams.feed(await self._call(runner.step))
         except Exception:
+            log.exception("the engine failed, for good")
             self._streams.fail_all(*ENGINE_DIED)
-            raise
 
     async def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
         await self._call(function, *arguments)

@@ -16,7 +16,7 @@ import psutil
 from preprocess.limits import BYTES_PER_PIXEL, ImageLimits
 from preprocess.probe import open_header
 from preprocess.stage import PreprocessSpec
-from preprocess.types import ImageError, Tiles
+from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
 from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.contract.stages import (
@@ -103,6 +103,7 @@ class LocalPreprocess:
             "page": page,
             "cpu_s": self._options.limits.cpu_within(deadline_s),
         }
+        grid = spec.rule.grid(header.width, header.height, spec.detail)
         urgency = urgency or Urgency()
         failures = 0
         self._waiting += 1
@@ -114,7 +115,7 @@ class LocalPreprocess:
                         try:
                             background = self._is_background(urgency) and not failures
                             asked = {**frame, "background": background}
-                            return await self._attempt(asked, data, hang_s=deadline_s / 2)
+                            return await self._attempt(asked, data, grid, hang_s=deadline_s / 2)
                         except DecoderDied:
                             failures += 1
         except TimeoutError:
@@ -130,16 +131,13 @@ class LocalPreprocess:
         at full priority: what looked like a hang may have been others' work."""
         return urgency.priority == "batch" and self._num_processes > 1
 
-    async def _attempt(self, frame: dict[str, Any], data: bytes, hang_s: float) -> Tiles:
+    async def _attempt(self, frame: dict[str, Any], data: bytes, grid: TileGrid, hang_s: float) -> Tiles:
         """A caller who leaves does not stop the attempt: its own limits end it, and the process is kept."""
         process = await self._idle.get()
-        task = asyncio.create_task(self._use(process, frame, data, hang_s))
+        task = asyncio.create_task(self._use(process, frame, data, grid, hang_s))
         self._attempts.add(task)
         task.add_done_callback(self._forget_attempt)
-        reply, payload = await asyncio.shield(task)
-        if reply["op"] == "error":
-            raise ImageError(reply["code"], reply["message"])
-        return await asyncio.to_thread(from_bytes, payload)
+        return await asyncio.shield(task)
 
     def _forget_attempt(self, task: asyncio.Task[Any]) -> None:
         self._attempts.discard(task)
@@ -147,8 +145,14 @@ class LocalPreprocess:
             task.exception()
 
     async def _use(
-        self, process: DecodeProcess | None, frame: dict[str, Any], data: bytes, hang_s: float
-    ) -> tuple[dict[str, Any], bytearray]:
+        self,
+        process: DecodeProcess | None,
+        frame: dict[str, Any],
+        data: bytes,
+        grid: TileGrid,
+        hang_s: float,
+    ) -> Tiles:
+        """What the process says of the image. One that dies, hangs or talks nonsense is replaced."""
         if process is None or process.ended_idle:  # no image is to blame
             process = await self._successor(process)
             if process is None:
@@ -159,12 +163,17 @@ class LocalPreprocess:
             async with asyncio.timeout(hang_s):
                 await process.ready()
             up = True
-            reply = await _unless_hung(process, process.call(frame, data), hang_s)
-        except (OSError, EOFError, ValueError, TimeoutError):
+            tiles = await _unless_hung(process, process.tiles(frame, data, grid), hang_s)
+        except ImageError:
+            self._idle.put_nowait(process)
+            raise
+        except Exception as error:
+            if not isinstance(error, OSError | EOFError | TimeoutError):
+                log.exception("a decode process is replaced")
             await self._replace(process)
             raise (DecoderDied() if up else unreachable()) from None
         self._idle.put_nowait(process)
-        return reply
+        return tiles
 
     async def _replace(self, process: DecodeProcess) -> None:
         if self._closed:
@@ -240,12 +249,16 @@ class DecodeProcess:
                 await self._receive()
                 self._up = True
 
-    async def call(self, frame: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytearray]:
-        """Raises OSError or EOFError when the child is gone, ValueError when it talks nonsense."""
+    async def tiles(self, frame: dict[str, Any], data: bytes, grid: TileGrid) -> Tiles:
+        """Raises ImageError for what the child refuses, OSError or EOFError when it is gone, ValueError or
+        KeyError when it talks nonsense: something else than tiles of this grid."""
         loop = asyncio.get_running_loop()
         for part in pack_frame(frame, data):
             await loop.sock_sendall(self._socket, part)
-        return await self._receive()
+        reply, payload = await self._receive()
+        if reply["op"] == "error":
+            raise ImageError(reply["code"], reply["message"])
+        return await asyncio.to_thread(from_bytes, payload, grid)
 
     async def kill(self) -> None:
         self._socket.close()

@@ -30,6 +30,7 @@ from vlm.api.batches.row_turns import RowTurns
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
 from vlm.requests.lines import NOT_STRICT
+from workers.contract.loops import keep_going
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Returns at once; unfinished batches go on as soon as no other process holds them."""
-        self._keeper = asyncio.create_task(self._take_over())
+        self._keeper = asyncio.create_task(keep_going("the runner of batches", self._take_over))
 
     async def close(self) -> None:
         """Stops rows under way; what is on disk stays, the rest runs after the next start."""
@@ -91,18 +92,27 @@ class BatchRunner:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    async def _take_over(self) -> None:
+    async def _take_over(self) -> bool:
         """Touches nothing where there never was a batch."""
-        while not (self.store.exists() and await self.take_lock()):
-            await asyncio.sleep(LOCK_RETRY_S)
+        if self.store.exists() and await self.take_lock():
+            return True
+        await asyncio.sleep(LOCK_RETRY_S)
+        return False
 
     async def take_lock(self) -> bool:
         """Whether this process runs the batches of its data directory, from now on if not before."""
-        if self._lock_fd is None:
-            with contextlib.suppress(OSError):
-                self._lock_fd = self.store.lock()
-                for batch in await asyncio.to_thread(self.store.unfinished):
-                    self.add(batch)
+        if self._lock_fd is not None:
+            return True
+        with contextlib.suppress(OSError):
+            lock_fd = self._lock_fd = self.store.lock()
+            try:
+                unfinished = await asyncio.to_thread(self.store.unfinished)
+            except BaseException:
+                self._lock_fd = None  # whoever takes it next begins with those batches
+                os.close(lock_fd)
+                raise
+            for batch in unfinished:
+                self.add(batch)
         return self._lock_fd is not None
 
     def add(self, batch: Batch) -> None:

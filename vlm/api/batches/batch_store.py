@@ -10,10 +10,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +27,9 @@ from typing import Any, Literal, get_args
 from vlm.api.batches.batch_check import LineError
 from vlm.requests.durable import make_folder, sync_folder
 from vlm.requests.errors import ApiError
+from workers.contract.versions import known_fields
+
+log = logging.getLogger(__name__)
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -72,10 +75,15 @@ class Batch:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Batch:
-        if value["status"] not in get_args(Status):
+        """Raises ValueError."""
+        try:
+            errors = tuple(LineError(**known_fields(LineError, error)) for error in value["errors"])
+            batch = cls(**{**known_fields(cls, value), "errors": errors})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a batch's state: {error!r}") from None
+        if batch.status not in get_args(Status):
             raise ValueError("unknown status")
-        errors = tuple(LineError(**error) for error in value.pop("errors"))
-        return cls(**value, errors=errors)
+        return batch
 
 
 @dataclass(slots=True)
@@ -164,8 +172,12 @@ class BatchStore:
     def _read_all(self, paths: Iterator[Path]) -> list[Batch]:
         batches = []
         for path in paths:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 batches.append(Batch.from_json(json.loads(path.read_text())))
+            except FileNotFoundError:
+                continue
+            except ValueError:
+                log.exception("a batch is left out: its state can't be read", extra={"path": str(path)})
         return batches
 
     def ask_to_cancel(self, batch: Batch) -> None:

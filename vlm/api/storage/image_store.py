@@ -138,12 +138,24 @@ class BlobImages:
 
     async def entry(self, namespace: str, image_id: str, param: str | None = None) -> Entry:
         try:
-            blob = await asyncio.to_thread(self._blobs.get, self._key(namespace, image_id))
+            found = await asyncio.to_thread(self._read, namespace, image_id)
         except BlobStoreUnavailable:
             raise _unavailable() from None
-        if blob is None:
+        if found is None:
             raise not_found(param)
-        return Entry(blob[_TIMES.size :], *_TIMES.unpack(blob[: _TIMES.size]))
+        return found
+
+    def _read(self, namespace: str, stored_id: str) -> Entry | None:
+        """What is there under the id but is not its image goes."""
+        key = self._key(namespace, stored_id)
+        blob = self._blobs.get(key)
+        if blob is None:
+            return None
+        data = blob[_TIMES.size :]
+        if image_id(namespace, hashlib.sha256(data).hexdigest()) != stored_id:
+            self._blobs.delete(key)
+            return None
+        return Entry(data, *_TIMES.unpack(blob[: _TIMES.size]))
 
     async def read(self, namespace: str, image_id: str, param: str | None = None) -> bytes:
         return (await self.entry(namespace, image_id, param)).data

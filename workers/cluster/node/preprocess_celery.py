@@ -10,22 +10,22 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import redis
-import redis.asyncio
 from kombu.exceptions import OperationalError
 
 from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.probe import open_header, page_digest
 from preprocess.stage import PreprocessSpec, tiles_key
-from preprocess.types import ImageError, Tiles
+from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
+from workers.cluster.announcements import listen
 from workers.cluster.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
 from workers.cluster.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import SENT_HEADER, TilesJob
+from workers.cluster.names import TilesJob, task_headers
 from workers.cluster.queue_stats import QueueStats
-from workers.cluster.redis_client import connect
+from workers.cluster.redis_client import AWAY, RedisClock, connect
+from workers.contract.loops import log_failure
 from workers.contract.stages import (
     MAX_ATTEMPTS,
     DecodeLimits,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5  # how soon a lost announcement or a lost lease is noticed
 _IMAGE_TTL_MARGIN_S = 30.0
 _THREADS = 8
-_AWAY = (redis.RedisError, BlobStoreUnavailable, OperationalError, OSError)
+_AWAY = (*AWAY, BlobStoreUnavailable, OperationalError)
 
 
 class CeleryPreprocess:
@@ -61,6 +61,7 @@ class CeleryPreprocess:
         self._store_url = store
         self._ledger_client = connect(store)
         self._ledger = WorkLedger(self._ledger_client, PREPROCESS_QUEUE)
+        self._clock = RedisClock(self._ledger_client)
         self._broker_client = connect(broker)
         self._stats = QueueStats(self._broker_client, self._ledger_client)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="preprocess")
@@ -68,7 +69,7 @@ class CeleryPreprocess:
         self._listener: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._listener = asyncio.create_task(self._listen())
+        self._listener = asyncio.create_task(listen(self._store_url, self._ledger.channel, self._wake))
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -89,7 +90,7 @@ class CeleryPreprocess:
         page: int = 0,
         urgency: Urgency | None = None,
     ) -> Tiles:
-        open_header(data, limits, page)
+        header = open_header(data, limits, page)
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         job = TilesJob(
             key=tiles_key(page_digest(digest, page), spec),
@@ -99,7 +100,8 @@ class CeleryPreprocess:
             page=page,
             cpu_s=self._limits.cpu_within(deadline_s),
         )
-        waiter = _Waiter(job, data, deadline_s, urgency or Urgency())
+        grid = spec.rule.grid(header.width, header.height, spec.detail)
+        waiter = _Waiter(job, data, grid, deadline_s, urgency or Urgency())
         wakers = self._wakers.setdefault(job.key, set())
         wakers.add(waiter.woken)
         try:
@@ -111,7 +113,7 @@ class CeleryPreprocess:
             wakers.discard(waiter.woken)
             if not wakers and self._wakers.get(job.key) is wakers:
                 del self._wakers[job.key]
-            self._threads.submit(self._leave, waiter)
+            self._threads.submit(self._leave, waiter).add_done_callback(log_failure)
 
     async def queues(self) -> dict[str, dict[str, float]]:
         """As `QueueStats.read`, of the preprocess queue alone. Empty while Redis is away."""
@@ -157,9 +159,13 @@ class CeleryPreprocess:
         payload = self._store.get(job.tiles_blob)
         if payload is not None:
             try:
-                return from_bytes(payload)
-            except ValueError:
+                return from_bytes(payload, waiter.grid)
+            except ValueError as misfit:
+                log.warning("the tiles stored for an image are not its own: %s", misfit)
                 self._store.delete(job.tiles_blob)
+                waiter.misfits += 1
+            if waiter.misfits >= MAX_ATTEMPTS:
+                raise unreachable()
         if state.attempts >= MAX_ATTEMPTS:
             error = processing_failed()
             self._ledger.fail(job.key, error.code, error.message)
@@ -181,7 +187,7 @@ class CeleryPreprocess:
             TILES_TASK,
             kwargs=job.to_json(),
             queue=PREPROCESS_QUEUE,
-            headers={SENT_HEADER: time.time()},
+            headers=task_headers(self._clock.now()),
             priority=BATCH_PRIORITY if priority == "batch" else 0,
             time_limit=max(2.0, waiter.deadline_s / 2),
             retry=True,
@@ -197,29 +203,20 @@ class CeleryPreprocess:
                 self._store.delete(waiter.job.tiles_blob)
                 self._store.delete(waiter.job.image_blob)
 
-    async def _listen(self) -> None:
-        """Wakes waiters at announcements; without a connection they poll."""
-        async with redis.asyncio.from_url(self._store_url) as client:
-            while True:
-                try:
-                    async with client.pubsub() as pubsub:
-                        await pubsub.subscribe(self._ledger.channel)
-                        async for message in pubsub.listen():
-                            if message["type"] == "message":
-                                self._wake(message["data"].decode())
-                except (redis.RedisError, OSError):
-                    await asyncio.sleep(_POLL_S)
-
     def _wake(self, key: str) -> None:
         for event in self._wakers.get(key, ()):
             event.set()
 
 
 class _Waiter:
-    def __init__(self, job: TilesJob, data: bytes, deadline_s: float, urgency: Urgency) -> None:
+    def __init__(
+        self, job: TilesJob, data: bytes, grid: TileGrid, deadline_s: float, urgency: Urgency
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.job = job
         self.data = data
+        self.grid = grid  # as planned
+        self.misfits = 0  # tiles found that were damaged or of another grid
         self.deadline_s = deadline_s
         self.urgency = urgency
         self.woken = asyncio.Event()

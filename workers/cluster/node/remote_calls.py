@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llm.request import Delta, Event, Failed, Finished, PromptLogprobs, Request, VisualKey, WantVisual
-from workers.cluster.event_stream import Refused, Started
+from workers.cluster.event_stream import ABANDONED, Refused, Started, StreamEvent
 from workers.contract.engine_client import ENGINE_DIED
 from workers.contract.streams import is_last
 
@@ -99,7 +100,7 @@ class Call:
     boot: str = ""
     state: Literal["sending", "sent", "started", "lost"] = "sending"
     sent: float = 0.0  # time.monotonic() of the last message
-    outages: int = 0  # of Redis, when it was last sent
+    outages: int = 0  # of Redis, when its replica was last told of it
     next_batch: int = 0
     events: asyncio.Queue[Event | Refused | Lost] = field(default_factory=asyncio.Queue)
     delivery: Delivery = field(default_factory=Delivery)
@@ -123,12 +124,14 @@ class Call:
         self.state = "lost"
         self.events.put_nowait(Lost(self.attempt))
 
-    def take(self, number: int, events: list[Event | Refused | Started]) -> None:
+    def take(self, number: int, events: Sequence[StreamEvent]) -> None:
         """A batch of the present attempt; one that was taken before is ignored."""
-        if number < self.next_batch or self.state == "lost":
+        if self.state == "lost":
             return
-        if number > self.next_batch:
+        if number == ABANDONED or number > self.next_batch:
             self.lose()
+            return
+        if number < self.next_batch:
             return
         self.next_batch += 1
         for event in events:

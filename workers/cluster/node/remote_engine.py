@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from typing import Any
 from llm.request import Event, Failed, Request, RequestError, VisualKey, WantVisual
 from workers.cluster.blobs import open_store
 from workers.cluster.celery_app import make_app, passing_queue
-from workers.cluster.event_stream import EventReader, Refused, Started
+from workers.cluster.event_stream import EventReader, Refused, event_of
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import (
     ENCODE_QUEUE,
@@ -25,24 +24,27 @@ from workers.cluster.names import (
     GENERATE_TASK,
     NODE,
     REPLICA,
-    SENT_HEADER,
     GenerateJob,
     InboxMessage,
     Mailbox,
     generate_queue,
+    task_headers,
 )
 from workers.cluster.node.remote_calls import Call, Lost
 from workers.cluster.node.remote_visuals import AWAY, SEND_RETRY, RemoteVisuals
 from workers.cluster.node.replica_choice import SPILL_THRESHOLD, choose, routing_key
+from workers.cluster.node.replica_loads import ReplicaLoads
 from workers.cluster.queue_stats import QueueStats
-from workers.cluster.redis_client import connect
+from workers.cluster.redis_client import RedisClock, connect
 from workers.cluster.registry import HeartbeatThread, Registry, Watch
 from workers.cluster.visual_store import open_visual_blobs
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.contract.faults import TIMED_OUT
-from workers.contract.messages import event_from_json, request_to_json
+from workers.contract.loops import keep_going, log_failure
+from workers.contract.messages import request_to_json
 from workers.contract.stages import MAX_ATTEMPTS
 from workers.contract.streams import end_tasks, is_last
+from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, version_of
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +75,18 @@ class RemoteEngine:
         than Redis's; connects to nothing yet."""
         self.node = uuid.uuid4().hex
         self._app = make_app(broker)
-        self._revision = revision
         self._deadline_s = deadline_s
         self._image_deadline_s = image_deadline_s
         self._router = router or (lambda key, loads: choose(key, loads, SPILL_THRESHOLD))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote-engine")
         client = connect(store)
+        self._clock = RedisClock(client)
         self._mailbox = Mailbox(connect(store, patience_s=_PATIENCE_S))
         self._replicas = Watch(Registry(client, REPLICA))
         self._encoders = Watch(Registry(client, ENCODER))
-        self._heartbeat = HeartbeatThread(Registry(connect(store), NODE), self.node, dict)
+        self._heartbeat = HeartbeatThread(
+            Registry(connect(store), NODE), self.node, lambda: {"version": MESSAGE_VERSION}
+        )
         self._visuals = RemoteVisuals(
             self._app,
             store,
@@ -98,14 +102,13 @@ class RemoteEngine:
         self._reader = EventReader(store, self.node, self._take)
         self._calls: dict[str, Call] = {}  # by the name of the present attempt
         self._open: set[str] = set()  # request ids
-        self._others: dict[str, int] = {}  # other nodes' requests at each replica, at its last heartbeat
-        self._beats: dict[str, int] = {}  # the heartbeats that `_others` refers to
+        self._loads = ReplicaLoads(self._replicas, self._calls, revision)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def ready(self) -> bool:
         """Some replica takes requests."""
-        return self._replicas.in_contact and bool(self._candidates())
+        return self._replicas.in_contact and bool(self._loads.candidates())
 
     @property
     def info(self) -> dict[str, Any]:
@@ -116,7 +119,11 @@ class RemoteEngine:
         self._heartbeat.start()
         self._tasks = [
             asyncio.create_task(job)
-            for job in (self._reader.run(), self._visuals.listen(), self._supervise())
+            for job in (
+                self._reader.run(),
+                self._visuals.listen(),
+                keep_going("the node's look at its replicas", self._look_after, AWAY, _LOOK_S),
+            )
         ]
 
     async def close(self) -> None:
@@ -145,12 +152,16 @@ class RemoteEngine:
 
     async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
         await self._visuals.provide(key, tiles, self._image_deadline_s)
+        for call in self._calls.values():
+            if not self._visuals.is_wanted(key, call.replica):
+                call.wants.discard(key)
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
-        try:
-            await self._visuals.fail(key, code, message)
-        except AWAY:
-            raise EngineUnavailable(UNAVAILABLE) from None
+        """Of this node's calls alone: another node may well have the tiles."""
+        for call in [call for call in self._calls.values() if key in call.wants]:
+            self._visuals.unwant(key, call.replica)
+            call.events.put_nowait(Failed(call.request.id, code, message))
+            self._cancel(call)
 
     async def stats(self) -> dict[str, Any]:
         """Sums over the living replicas, and the queues'. Raises EngineUnavailable."""
@@ -158,20 +169,15 @@ class RemoteEngine:
             queues = await self._run(self._queues.read, sorted(self._replicas.alive))
         except AWAY:
             raise EngineUnavailable(UNAVAILABLE) from None
-        total: dict[str, Any] = {}
-        for about in self._replicas.alive.values():
-            for section, values in about["stats"].items():
-                sums = total.setdefault(section, {})
-                for name, value in values.items():
-                    sums[name] = sums.get(name, 0) + value
+        total = self._loads.stats()
         total["queues"] = queues
         for name, about in self._replicas.alive.items():
-            queues.get(generate_queue(name), {})["wait_ms"] = about["wait_ms"]
+            queues.get(generate_queue(name), {})["wait_ms"] = about.get("wait_ms", 0.0)
         return total
 
     async def clear_cache(self) -> None:
         for name in sorted(self._replicas.alive):
-            await self._run(self._mailbox.post, name, InboxMessage("clear"))
+            await self._run(self._post, name, InboxMessage("clear"))
 
     def _new_call(self, request: Request) -> Call:
         if request.params.seed is None:
@@ -194,10 +200,10 @@ class RemoteEngine:
         self._calls[call.name] = call
         started = time.monotonic()
         while True:
-            loads = self._candidates()
+            loads = self._loads.candidates()
             if loads:
                 call.replica = self._router(call.routing_key, loads)
-                call.boot = self._replicas.alive[call.replica]["boot"]
+                call.boot = self._replicas.alive[call.replica].get("boot", "")
                 if await self._send(call):
                     return
             elif self._replicas.settled and call.attempt == 1:
@@ -206,31 +212,10 @@ class RemoteEngine:
                 raise EngineUnavailable(UNAVAILABLE)
             await asyncio.sleep(0.1)
 
-    def _candidates(self) -> dict[str, float]:
-        """Requests at each replica that takes some: ours now, and others' as of its heartbeat."""
-        ours = self._ours()
-        loads = {}
-        for name, about in self._replicas.alive.items():
-            if not about["draining"] and self._revision in (None, about["encoder_revision"]):
-                loads[name] = float(ours[name] + self._others.get(name, 0))
-        return loads
-
-    def _ours(self) -> Counter[str]:
-        return Counter(call.replica for call in self._calls.values())
-
-    def _count_others(self) -> None:
-        ours = self._ours()
-        for name, about in self._replicas.alive.items():
-            if self._beats.get(name) != about["beat"]:
-                self._beats[name] = about["beat"]
-                self._others[name] = max(0, about["active"] - ours[name])
-
     async def _send(self, call: Call) -> bool:
-        prompt = request_to_json(call.request)
-        job = GenerateJob(call.name, self.node, prompt, call.left_s - _DEADLINE_MARGIN_S, time.time())
         outages = self._replicas.outages
         try:
-            await self._run(self._send_task, generate_queue(call.replica), job)
+            await self._run(self._send_job, call)
         except AWAY:
             return False
         call.outages = outages
@@ -239,12 +224,17 @@ class RemoteEngine:
             call.state = "sent"
         return True
 
+    def _send_job(self, call: Call) -> None:
+        request, left_s = request_to_json(call.request), call.left_s - _DEADLINE_MARGIN_S
+        job = GenerateJob(call.name, self.node, request, left_s, self._clock.now())
+        self._send_task(generate_queue(call.replica), job)
+
     def _send_task(self, queue: str, job: GenerateJob) -> None:
         self._app.send_task(
             GENERATE_TASK,
             kwargs=asdict(job),
             queue=passing_queue(queue),
-            headers={SENT_HEADER: job.sent_at},
+            headers=task_headers(job.sent_at),
             retry=True,
             retry_policy=SEND_RETRY,
         )
@@ -276,10 +266,16 @@ class RemoteEngine:
         call = self._calls.get(name)
         if call is None:
             return
-        parsed = [_event(event) for event in events]
+        try:
+            parsed = [event for event in map(event_of, events) if event is not None]
+        except ValueError:
+            log.exception("events of a request could not be read")
+            call.lose()
+            return
         for event in parsed:
             if isinstance(event, WantVisual):
-                self._visuals.want(event.key, call.replica)
+                rows = call.request.prompt.planned_rows()
+                self._visuals.want(event.key, call.replica, rows.get(event.key, 0))
         call.take(number, parsed)
 
     def _end(self, call: Call, finished: bool) -> None:
@@ -289,11 +285,22 @@ class RemoteEngine:
             if not any(key in other.wants for other in others):
                 self._visuals.unwant(key, call.replica)
         if not finished and call.replica:
-            self._threads.submit(self._cancel, call.replica, call.name)
+            self._cancel(call)
 
-    def _cancel(self, replica: str, name: str) -> None:
-        with contextlib.suppress(*AWAY):
-            self._mailbox.cancel(replica, name, self._deadline_s)
+    def _cancel(self, call: Call) -> None:
+        """In the background."""
+
+        def cancel(replica: str, name: str) -> None:
+            with contextlib.suppress(*AWAY):
+                self._mailbox.cancel(replica, name, self._deadline_s)
+
+        self._threads.submit(cancel, call.replica, call.name).add_done_callback(log_failure)
+
+    def _post(self, replica: str, message: InboxMessage) -> None:
+        self._mailbox.post(replica, message, self._version(replica))
+
+    def _version(self, replica: str) -> int:
+        return version_of(self._replicas.alive.get(replica, {}))
 
     def _leaves_behind(self, call: Call) -> bool:
         """A replica that drains takes nothing more from its queue."""
@@ -304,29 +311,34 @@ class RemoteEngine:
         self._replicas.refresh()
         self._encoders.refresh()
 
-    async def _supervise(self) -> None:
+    async def _look_after(self) -> None:
         """Notices dead replicas, and sends again what Redis may have forgotten while it was away."""
-        while True:
-            await self._run(self._look)
-            self._count_others()
-            for call in list(self._calls.values()):
-                if call.state in ("sending", "lost"):
-                    continue
-                if self._replicas.is_dead(call.replica, call.boot):
-                    self._visuals.forget(call.replica)
-                    call.lose()
-                elif call.state == "sent" and self._leaves_behind(call):
-                    self._threads.submit(self._cancel, call.replica, call.name)
-                    call.lose()
-                elif call.state == "sent" and self._replicas.returned_since(call.outages):
+        await asyncio.sleep(_LOOK_S)
+        await self._run(self._look)
+        self._loads.count_others()
+        away: dict[str, list[Call]] = {}  # calls whose replicas may have heard nothing of this node
+        for call in list(self._calls.values()):
+            if call.state in ("sending", "lost"):
+                continue
+            if self._replicas.is_dead(call.replica, call.boot):
+                self._visuals.forget(call.replica)
+                call.lose()
+            elif call.state == "sent" and self._leaves_behind(call):
+                self._cancel(call)
+                call.lose()
+            elif self._replicas.returned_since(call.outages):
+                if call.state == "sent":
                     await self._send(call)  # harmless if it was not forgotten; else at the next look
-            await asyncio.sleep(_LOOK_S)
+                elif call.replica in self._replicas.alive:
+                    away.setdefault(call.replica, []).append(call)
+        for replica, calls in away.items():
+            await self._greet(replica, calls)
 
-
-def _event(value: dict[str, Any]) -> Event | Started | Refused:
-    match value["type"]:
-        case "Started":
-            return Started(value["request_id"])
-        case "Refused":
-            return Refused(value["request_id"], value["code"], value["message"], value["param"])
-    return event_from_json(value)
+    async def _greet(self, replica: str, calls: list[Call]) -> None:
+        """Tells a replica that this node lives and waits for its calls. Raises as Redis does while away."""
+        outages = self._replicas.outages
+        if self._version(replica) > FIRST_VERSION:
+            names = tuple(call.name for call in calls)
+            await self._run(self._post, replica, InboxMessage("alive", self.node, calls=names))
+        for call in calls:
+            call.outages = outages

@@ -11,31 +11,34 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-import redis
-import redis.asyncio
 from celery import Celery
 from kombu.exceptions import OperationalError
 
 from llm.request import VisualKey
+from workers.cluster import redis_client
+from workers.cluster.announcements import listen
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODE_TASK,
-    SENT_HEADER,
+    ROWS_HEADER,
     TILES_TTL_S,
     EncodeJob,
     InboxMessage,
     Mailbox,
     encoder_tiles_blob,
+    task_headers,
 )
 from workers.cluster.registry import About, Watch
 from workers.contract.faults import ENCODING_FAILED
+from workers.contract.loops import log_failure
 from workers.contract.stages import MAX_ATTEMPTS, StageUnavailable, overloaded
+from workers.contract.versions import version_of
 
 log = logging.getLogger(__name__)
 
-AWAY = (redis.RedisError, BlobStoreUnavailable, OperationalError, OSError)
+AWAY = (*redis_client.AWAY, BlobStoreUnavailable, OperationalError)
 SEND_RETRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 _POLL_S = 0.5  # how soon a lost announcement or a lost lease is noticed
 
@@ -79,17 +82,21 @@ class RemoteVisuals:
         self._replicas = replicas
         self._encoders = encoders
         self._threads = threads
-        self._wanted: dict[VisualKey, dict[str, None]] = {}  # replicas that wait, in order
+        # replicas that wait, in order, and the rows that they expect
+        self._wanted: dict[VisualKey, dict[str, int]] = {}
         self._flights: dict[str, set[_Flight]] = {}  # by entry name
 
-    def want(self, key: VisualKey, replica: str) -> None:
-        self._wanted.setdefault(key, {})[replica] = None
+    def want(self, key: VisualKey, replica: str, num_rows: int) -> None:
+        self._wanted.setdefault(key, {})[replica] = num_rows
 
     def unwant(self, key: VisualKey, replica: str) -> None:
         replicas = self._wanted.get(key, {})
         replicas.pop(replica, None)
         if not replicas:
             self._wanted.pop(key, None)
+
+    def is_wanted(self, key: VisualKey, replica: str) -> bool:
+        return replica in self._wanted.get(key, {})
 
     def forget(self, replica: str) -> None:
         """The replica is gone."""
@@ -117,11 +124,6 @@ class RemoteVisuals:
         finally:
             self._leave(flight)
 
-    async def fail(self, key: VisualKey, code: str, message: str) -> None:
-        replicas = self._wanted.pop(key, {})
-        for replica in replicas:
-            await self._run(self._mailbox.post, replica, InboxMessage("fail", key, "", code, message))
-
     async def _run(self, function: Callable[..., object], *arguments: object) -> object:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
@@ -131,7 +133,7 @@ class RemoteVisuals:
         for replica in self._wanted.get(flight.key, {}):
             about = self._replicas.alive.get(replica)
             if about is not None:
-                forms.setdefault(about["dtype"], []).append(replica)
+                forms.setdefault(str(about.get("dtype")), []).append(replica)
         told = False
         for dtype, replicas in forms.items():
             name = f"{flight.key}.{dtype}"
@@ -151,11 +153,15 @@ class RemoteVisuals:
         return told
 
     async def _tell(self, flight: _Flight, replica: str, message: InboxMessage) -> None:
+        num_rows = self._num_rows(flight.key, replica)
         self.unwant(flight.key, replica)
         try:
-            await self._run(self._mailbox.post, replica, message)
+            await self._run(self._post, replica, message)
         except AWAY:
-            self.want(flight.key, replica)
+            self.want(flight.key, replica, num_rows)
+
+    def _num_rows(self, key: VisualKey, replica: str) -> int:
+        return self._wanted.get(key, {}).get(replica, 0)
 
     def _look(self, flight: _Flight, name: str, about: About, replicas: list[str]) -> InboxMessage | None:
         """What to tell the replicas, if it is settled; else gets the work done. Runs in a thread.
@@ -164,6 +170,7 @@ class RemoteVisuals:
         """
         state = self._ledger.look(name, flight.waiter)
         if state.verdict is not None:
+            self._ledger.leave(name, flight.waiter)  # a replica that wants the key from now on waits anew
             return InboxMessage("fail", flight.key, "", *state.verdict)
         if state.running:
             flight.at_work = time.monotonic()
@@ -173,6 +180,7 @@ class RemoteVisuals:
         if state.attempts >= MAX_ATTEMPTS:
             self._ledger.fail(name, *ENCODING_FAILED)
             self._ledger.announce(name)
+            self._ledger.leave(name, flight.waiter)
             return InboxMessage("fail", flight.key, "", *ENCODING_FAILED)
         if self._ledger.claim(name):
             try:
@@ -187,23 +195,26 @@ class RemoteVisuals:
         if time.monotonic() - flight.stored > TILES_TTL_S / 2 or not self._blobs.exists(blob):
             self._blobs.put(blob, flight.tiles, TILES_TTL_S)
             flight.stored = time.monotonic()
-        revision, dtype = about["encoder_revision"], about["dtype"]
+        revision, dtype = about.get("encoder_revision", ""), about.get("dtype", "")
         if not any(
-            (encoder["revision"], encoder["dtype"]) == (revision, dtype)
+            (encoder.get("revision"), encoder.get("dtype")) == (revision, dtype)
             for encoder in self._encoders.alive.values()
         ):
-            self._mailbox.post(replica, InboxMessage("tiles", flight.key, blob))
+            self._post(replica, InboxMessage("tiles", flight.key, blob))
             return
         left_s = flight.at_work + flight.patience_s - time.monotonic()
-        job = EncodeJob(flight.key, revision, dtype, blob, left_s, time.time())
+        job = EncodeJob(flight.key, revision, dtype, blob, left_s, self._ledger.clock.now())
         self._app.send_task(
             ENCODE_TASK,
             kwargs=asdict(job),
             queue=ENCODE_QUEUE,
-            headers={SENT_HEADER: job.sent_at},
+            headers=task_headers(job.sent_at, **{ROWS_HEADER: self._num_rows(flight.key, replica)}),
             retry=True,
             retry_policy=SEND_RETRY,
         )
+
+    def _post(self, replica: str, message: InboxMessage) -> None:
+        self._mailbox.post(replica, message, version_of(self._replicas.alive.get(replica, {})))
 
     def _leave(self, flight: _Flight) -> None:
         """The last to leave takes the tiles along; if Redis is away they expire."""
@@ -220,18 +231,12 @@ class RemoteVisuals:
                     self._blobs.delete(encoder_tiles_blob(flight.key))
 
         if names:
-            self._threads.submit(leave)
+            self._threads.submit(leave).add_done_callback(log_failure)
 
     async def listen(self) -> None:
         """Wakes flights at announcements, for ever; without a connection they poll."""
-        async with redis.asyncio.from_url(self._store_url) as client:
-            while True:
-                try:
-                    async with client.pubsub() as pubsub:
-                        await pubsub.subscribe(self._ledger.channel)
-                        async for message in pubsub.listen():
-                            if message["type"] == "message":
-                                for flight in self._flights.get(message["data"].decode(), ()):
-                                    flight.woken.set()
-                except (redis.RedisError, OSError):
-                    await asyncio.sleep(_POLL_S)
+        await listen(self._store_url, self._ledger.channel, self._wake)
+
+    def _wake(self, name: str) -> None:
+        for flight in self._flights.get(name, ()):
+            flight.woken.set()

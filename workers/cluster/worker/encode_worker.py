@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,13 +18,14 @@ from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
 from workers.cluster.ledger import Outcome, WorkLedger
-from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, EncodeJob, age_s
+from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, ROWS_HEADER, EncodeJob, waited_s
 from workers.cluster.redis_client import check_access, connect
 from workers.cluster.registry import About, HeartbeatThread, Registry
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
 from workers.cluster.worker.tasks import Heartbeat
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.stages import MAX_ATTEMPTS, overloaded
+from workers.contract.versions import MESSAGE_VERSION, known_fields
 from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
 
@@ -125,12 +126,17 @@ class EncodeService:
 
 
 def run_encode_job(
-    job: EncodeJob, service: EncodeService, blobs: BlobStore, level2: VisualStore, ledger: WorkLedger
+    job: EncodeJob,
+    service: EncodeService,
+    blobs: BlobStore,
+    level2: VisualStore,
+    ledger: WorkLedger,
+    headers: Mapping[str, Any],
 ) -> None:
     """One attempt, for as long as somebody waits. Harmless for a message that comes twice, too late, or for
     work that is done or doomed."""
     name, token = level2.form.entry(job.key), uuid.uuid4().hex
-    if age_s(job.sent_at) >= job.deadline_s:
+    if waited_s(headers, ledger.clock) >= job.deadline_s:
         return
     if (job.revision, job.dtype) != (level2.form.revision, level2.form.dtype):
         ledger.unclaim(f"{job.key}.{job.dtype}")  # sent again, for a worker with that encoder
@@ -147,7 +153,8 @@ def run_encode_job(
     outcome: Outcome = "failed"
     try:
         with Heartbeat(ledger, name, token) as heartbeat:
-            outcome = _encode(job, service, blobs, level2, ledger, lambda: heartbeat.wanted)
+            num_rows = headers.get(ROWS_HEADER, 0)
+            outcome = _encode(job, service, blobs, level2, ledger, num_rows, lambda: heartbeat.wanted)
     finally:
         ledger.end(name, token, outcome)
 
@@ -158,6 +165,7 @@ def _encode(
     blobs: BlobStore,
     level2: VisualStore,
     ledger: WorkLedger,
+    num_rows: int,
     wanted: Callable[[], bool],
 ) -> Outcome:
     name = level2.form.entry(job.key)
@@ -166,6 +174,8 @@ def _encode(
         return "undone"  # whoever waits puts it there again
     try:
         rows = service.encode(job.key, from_bytes(payload).pixels, wanted)
+        if num_rows not in (0, len(rows)):
+            raise ValueError("tiles of another grid")
         level2.put(job.key, rows)
     except ValueError:
         blobs.delete(job.tiles_blob)
@@ -176,7 +186,7 @@ def _encode(
         return "undone"
     except BlobStoreFull:
         full = overloaded()
-        ledger.fail(name, full.code, full.message, 1.0)
+        ledger.fail(name, full.code, full.message)
     return "done"
 
 
@@ -199,17 +209,23 @@ def run(
     draining = threading.Event()
     name = default_name()
 
-    @app.task(name=ENCODE_TASK)
-    def encode(**message: Any) -> None:
-        job = EncodeJob(**message)
+    @app.task(name=ENCODE_TASK, bind=True)
+    def encode(task: Any, **message: Any) -> None:
+        headers = task.request.headers or {}
         with contextlib.suppress(redis.RedisError):
-            ledger.note_wait(age_s(job.sent_at))
-        run_encode_job(job, service, blobs, level2, ledger)
+            ledger.note_wait(waited_s(headers, ledger.clock))
+        job = EncodeJob(**known_fields(EncodeJob, message))
+        run_encode_job(job, service, blobs, level2, ledger, headers)
 
     def about() -> About | None:
         if draining.is_set():
             return None
-        return {"revision": form.revision, "dtype": form.dtype, "width": form.width}
+        return {
+            "version": MESSAGE_VERSION,
+            "revision": form.revision,
+            "dtype": form.dtype,
+            "width": form.width,
+        }
 
     def drain(**_: object) -> None:
         draining.set()

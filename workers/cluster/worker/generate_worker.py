@@ -12,6 +12,7 @@ from workers.cluster.celery_app import default_name, make_app, passing_queue, th
 from workers.cluster.names import GENERATE_TASK, GenerateJob, generate_queue
 from workers.cluster.redis_client import check_access
 from workers.cluster.worker.replica import Replica
+from workers.contract.versions import known_fields
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import STALL_S, Progress
 
@@ -38,7 +39,7 @@ def run(
 
     @app.task(name=GENERATE_TASK)
     def generate(**message: Any) -> None:
-        replica.run(GenerateJob(**message))
+        replica.run(GenerateJob(**known_fields(GenerateJob, message)))
 
     def drain(**_: object) -> None:
         replica.drain()

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import redis
-
 from llm.request import Event, Failed, Request, RequestError, WantVisual
 from workers.cluster.blobs import open_store
 from workers.cluster.event_stream import EventPublisher, Refused, Started, StreamEvent
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob, InboxMessage, Mailbox, age_s
-from workers.cluster.redis_client import connect
+from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob, InboxMessage, Mailbox
+from workers.cluster.redis_client import AWAY, AWAY_PAUSE_S, RedisClock, connect
 from workers.cluster.registry import About, HeartbeatThread, Registry, Watch
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
 from workers.cluster.worker.replica_visuals import ReplicaVisuals
-from workers.contract.faults import TIMED_OUT
+from workers.contract.faults import TIMED_OUT, UNREADABLE
+from workers.contract.loops import LoopThread
 from workers.contract.messages import request_from_json
 from workers.contract.streams import is_last
+from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, note_dropped, version_of
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
@@ -38,11 +37,13 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0  # for a Redis that is away, and for an answer's last events
 _STATS_S = 1.0
+NODE_PATIENCE_S = 30.0  # for a node that is silent: one that is cut off comes back for its answers
 
 
 @dataclass(slots=True)
 class _Call:
     node: str
+    node_version: int
     request: Request
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -64,12 +65,12 @@ class Replica:
         self.boot = uuid.uuid4().hex
         self._on_crash = on_crash
         self._client = connect(store, _PATIENCE_S)
+        self._clock = RedisClock(self._client)
         self._mailbox = Mailbox(self._client)
         self._inbox = Mailbox(connect(store))
         self._nodes = Watch(Registry(connect(store), NODE))
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
         self._draining = self._crashed = False
         self._beats = 0
         self._stats: dict[str, Any] = {}
@@ -88,15 +89,13 @@ class Replica:
             lambda want: self._publisher.feed([want]),
         )
         self._heartbeat = HeartbeatThread(Registry(connect(store), REPLICA), name, self._about)
-        self._helpers = [
-            threading.Thread(target=target, name=target.__name__, daemon=True)
-            for target in (self._read_inbox, self._look_after)
-        ]
+        self._inbox_reader = LoopThread("the reader of the inbox", self._read_inbox, AWAY, AWAY_PAUSE_S)
+        self._caretaker = LoopThread("the replica's caretaker", self._look_after, AWAY, AWAY_PAUSE_S)
 
     def start(self) -> None:
         self._publisher.start()
-        for thread in self._helpers:
-            thread.start()
+        self._inbox_reader.start()
+        self._caretaker.start()
         self._heartbeat.start()
 
     def drain(self) -> None:
@@ -105,32 +104,39 @@ class Replica:
         self._heartbeat.beat_now()
 
     def close(self) -> None:
-        self._stopping.set()
         self._heartbeat.close()
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
             call.ended.set()
-        for thread in self._helpers:
-            thread.join()
+        self._inbox_reader.close()
+        self._caretaker.close()
         self._thread.close()
         self._visuals.close()
         self._publisher.close()
 
     def run(self, job: GenerateJob) -> None:
         """One attempt, from message to last event. Harmless for a message that comes twice or late."""
-        left_s = job.deadline_s - age_s(job.sent_at)
+        version = version_of(job.request)
+        # the first version's time is another host's and compares with nothing
+        waited_s = self._clock.age_s(job.sent_at) if version > FIRST_VERSION else 0.0
+        left_s = job.deadline_s - waited_s
         if left_s <= 0 or self._mailbox.is_cancelled(job.call):
             return
         if not self._mailbox.mark_started(job.call, self.name, job.deadline_s):
             return
-        self._wait_s += 0.1 * (age_s(job.sent_at) - self._wait_s)
+        self._wait_s += 0.1 * (waited_s - self._wait_s)
         self._publisher.open(job.call, job.node)
-        self._publisher.feed([Started(job.call)])
-        request = replace(request_from_json(job.request), id=job.call)
-        call = _Call(job.node, request)
+        try:
+            request = replace(request_from_json(job.request), id=job.call)
+        except ValueError:
+            log.exception("a request could not be read")
+            self._publisher.feed([Failed(job.call, *UNREADABLE)])
+            return
+        call = _Call(job.node, version, request)
         with self._lock:
             self._calls[job.call] = call
+        self._publisher.feed([Started(job.call)])
         self._thread.tell(lambda runner: self._submit(runner, request))
         if not call.ended.wait(left_s):
             self._thread.tell(lambda runner: runner.cancel(job.call))
@@ -187,6 +193,7 @@ class Replica:
         self._beats += 1
         return {
             **self._info,
+            "version": MESSAGE_VERSION,
             "beat": self._beats,
             "boot": self.boot,
             "draining": self._draining,
@@ -196,36 +203,46 @@ class Replica:
         }
 
     def _read_inbox(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                message = self._inbox.receive(self.name)
-            except (redis.RedisError, OSError):
-                time.sleep(0.2)
-                continue
-            if message is not None:
-                self._take(message)
+        message = self._inbox.receive(self.name)
+        if message is not None:
+            self._take(message)
 
     def _take(self, message: InboxMessage) -> None:
-        if message.op == "cancel":
-            self._cancel(message.key)
-        elif message.op == "clear":
-            self._thread.tell(lambda runner: runner.clear_cache())
-        else:
-            self._visuals.take(message)
+        match message.op:
+            case "cancel":
+                self._cancel(message.key)
+            case "clear":
+                self._thread.tell(lambda runner: runner.clear_cache())
+            case "visual" | "tiles" | "fail":
+                self._visuals.take(message)
+            case "alive":
+                self._greet(message.key, message.calls)
+            case other:
+                note_dropped("kind of inbox message", other)
+
+    def _greet(self, node: str, calls: tuple[str, ...]) -> None:
+        """A node is back and waits for calls; those that are not here will never end by themselves."""
+        with self._lock:
+            missing = [call for call in calls if call not in self._calls]
+        for call in missing:
+            self._publisher.abandon(call, node)
 
     def _look_after(self) -> None:
         """Once a second: figures for the heartbeat, lost messages, calls whose node is gone."""
-        while not self._stopping.wait(_STATS_S):
-            self._thread.tell(self._note_stats)
-            self._thread.tell(self._visuals.after_step)
-            self._visuals.look_again()
-            if not self._nodes.refresh():
-                continue
-            with self._lock:
-                orphans = [name for name, call in self._calls.items() if self._nodes.is_dead(call.node)]
-            for name in orphans:
+        self._caretaker.pause(_STATS_S)
+        self._thread.tell(self._note_stats)
+        self._thread.tell(self._visuals.after_step)
+        self._visuals.look_again()
+        if not self._nodes.refresh():
+            return
+        with self._lock:
+            calls = list(self._calls.items())
+        for name, call in calls:
+            if self._nodes.is_gone(call.node, NODE_PATIENCE_S):
                 log.warning("a request's node is gone: cancelled")
                 self._cancel(name)
+                if call.node_version > FIRST_VERSION:
+                    self._publisher.abandon(name, call.node)  # in case it comes back after all
 
     def _note_stats(self, runner: EngineRunner) -> None:
         level2 = {"hits": self._visuals.level2_hits, "misses": self._visuals.level2_misses}

@@ -35,6 +35,16 @@ _LOOK_AGAIN_S = 2.0  # how soon a lost message is noticed
 _MAX_ASKS = 3  # of one call for one key
 
 
+@dataclass(frozen=True, slots=True)
+class _Encode:
+    """Tiles that are encoded here under a lease."""
+
+    token: str
+    heartbeat: Heartbeat
+    num_rows: int  # as planned
+    blob: str
+
+
 @dataclass(slots=True)
 class _Want:
     """A key that calls of this replica wait for."""
@@ -65,7 +75,7 @@ class ReplicaVisuals:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="visuals")
         self._lock = threading.Lock()
         self._wants: dict[VisualKey, _Want] = {}
-        self._encoding: dict[VisualKey, tuple[str, Heartbeat]] = {}  # lease tokens of what is encoded here
+        self._encoding: dict[VisualKey, _Encode] = {}
         self.level2_hits = 0
         self.level2_misses = 0
 
@@ -75,7 +85,7 @@ class ReplicaVisuals:
     def want(self, event: WantVisual, request: Request) -> None:
         """A request lacks a key; on the runner's thread."""
         key = event.key
-        num_rows = max(span.offset + span.length for span in request.prompt.spans if span.key == key)
+        num_rows = request.prompt.planned_rows()[key]
         with self._lock:
             want = self._wants.setdefault(key, _Want(num_rows))
             want.calls.append(event.request_id)
@@ -113,12 +123,12 @@ class ReplicaVisuals:
 
     def after_step(self, runner: EngineRunner) -> None:
         """Notes what was encoded here, or is wanted no more; on the runner's thread."""
-        for key, (token, heartbeat) in list(self._encoding.items()):
+        for key, encode in list(self._encoding.items()):
             rows, failure = runner.visual(key), runner.visual_failed(key)
             if rows is None and failure is None and runner.encoding(key) and runner.wanted(key):
                 continue
             del self._encoding[key]
-            self._pool.submit(self._guard, self._share, key, token, heartbeat, rows, failure)
+            self._pool.submit(self._guard, self._share, key, encode, rows, failure)
 
     def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -183,9 +193,12 @@ class ReplicaVisuals:
             return
         heartbeat = Heartbeat(self._ledger, name, token)
         heartbeat.__enter__()
+        with self._lock:
+            want = self._wants.get(key)
+        encode = _Encode(token, heartbeat, want.num_rows if want else 0, blob)
 
         def put(runner: EngineRunner) -> None:
-            self._encoding[key] = (token, heartbeat)
+            self._encoding[key] = encode
             runner.put_tiles(key, tiles)
 
         self._settle(key)
@@ -194,8 +207,7 @@ class ReplicaVisuals:
     def _share(
         self,
         key: VisualKey,
-        token: str,
-        heartbeat: Heartbeat,
+        encode: _Encode,
         rows: Any | None,
         failure: tuple[str, str] | None,
     ) -> None:
@@ -203,13 +215,16 @@ class ReplicaVisuals:
         name = self._level2.form.entry(key)
         outcome: Outcome = "done" if rows is not None or failure is not None else "undone"
         try:
-            if rows is not None:
+            if rows is not None and encode.num_rows not in (0, len(rows)):
+                outcome = "failed"
+                self._blobs.delete(encode.blob)  # tiles of another grid; whoever waits puts them there again
+            elif rows is not None:
                 self._level2.put(key, rows)
             elif failure is not None:
                 self._ledger.fail(name, *(ENCODING_FAILED if failure == BAD_TILES else failure))
         except BlobStoreFull:
             full = overloaded()
-            self._ledger.fail(name, full.code, full.message, 1.0)
+            self._ledger.fail(name, full.code, full.message)
         finally:
-            heartbeat.__exit__(None, None, None)
-            self._ledger.end(name, token, outcome)
+            encode.heartbeat.__exit__(None, None, None)
+            self._ledger.end(name, encode.token, outcome)

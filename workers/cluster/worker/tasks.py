@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import hashlib
 import os
-import threading
 import uuid
 from types import TracebackType
 from typing import Any
@@ -22,15 +21,15 @@ from preprocess.wire import to_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull
 from workers.cluster.celery_app import TILES_TASK
 from workers.cluster.ledger import HEARTBEAT_S, Outcome, WorkLedger
-from workers.cluster.names import SENT_HEADER, TilesJob, age_s
+from workers.cluster.names import TilesJob, waited_s
+from workers.cluster.redis_client import AWAY
+from workers.contract.loops import LoopThread
 from workers.contract.stages import MAX_ATTEMPTS, DecodeLimits, overloaded, processing_failed
+from workers.contract.versions import known_fields
 from workers.local.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
-
-log = logging.getLogger(__name__)
 
 TILES_TTL_S = 120.0
 UNWANTED_BEATS = 4
-_FULL_TTL_S = 1.0  # those who wait now are told that the store is full, later ones try
 
 
 def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: DecodeLimits) -> None:
@@ -38,12 +37,10 @@ def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: De
 
     @app.task(name=TILES_TASK, bind=True)
     def tiles(task: Any, **message: Any) -> None:
-        sent_at = (task.request.headers or {}).get(SENT_HEADER)
-        if isinstance(sent_at, float):
-            with contextlib.suppress(RedisError):
-                ledger.note_wait(age_s(sent_at))
+        with contextlib.suppress(RedisError):
+            ledger.note_wait(waited_s(task.request.headers, ledger.clock))
         try:
-            run_tiles_job(TilesJob(**message), store, ledger)
+            run_tiles_job(TilesJob(**known_fields(TilesJob, message)), store, ledger)
         except MemoryError:
             # Celery would stop the whole worker; a process that ran out is replaced instead
             os._exit(OUT_OF_MEMORY_EXIT)
@@ -78,6 +75,9 @@ def run_tiles_job(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> None:
 
 def _make_tiles(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> Outcome:
     data = store.get(job.image_blob)
+    if data is not None and hashlib.sha256(data).hexdigest() != job.digest:
+        store.delete(job.image_blob)
+        data = None
     if data is None:
         return "undone"  # whoever waits puts it there again
     limit_cpu(job.cpu_s)
@@ -93,7 +93,7 @@ def _make_tiles(job: TilesJob, store: BlobStore, ledger: WorkLedger) -> Outcome:
         store.put(job.tiles_blob, payload, TILES_TTL_S)
     except BlobStoreFull:
         error = overloaded()
-        ledger.fail(job.key, error.code, error.message, _FULL_TTL_S)
+        ledger.fail(job.key, error.code, error.message)
     return "done"
 
 
@@ -103,18 +103,16 @@ class Heartbeat:
     def __init__(self, ledger: WorkLedger, key: str, token: str) -> None:
         self._ledger, self._key, self._token = ledger, key, token
         self._unwanted = 0  # beats in a row
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._loop = LoopThread("the heartbeat of a lease", self._beat, AWAY, HEARTBEAT_S)
 
     def __enter__(self) -> Heartbeat:
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._loop.close()
 
     @property
     def wanted(self) -> bool:
@@ -122,10 +120,8 @@ class Heartbeat:
         and waiters who ask again."""
         return self._unwanted < UNWANTED_BEATS
 
-    def _run(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
-                is_wanted = self._ledger.beat(self._key, self._token)
-                self._unwanted = 0 if is_wanted else self._unwanted + 1
-            except RedisError:
-                log.warning("heartbeat failed", exc_info=True)
+    def _beat(self) -> None:
+        self._loop.pause(HEARTBEAT_S)
+        if not self._loop.is_closing:
+            is_wanted = self._ledger.beat(self._key, self._token)
+            self._unwanted = 0 if is_wanted else self._unwanted + 1
