@@ -98,8 +98,8 @@ MUTATIONS = [
     Mutation(
         "a row is told before it is on disk",
         "vlm/requests/durable.py",
-        "            os.fsync(self._fd)\n",
-        "",
+        "                os.fsync(fd)\n            except OSError",
+        "                pass\n            except OSError",
         ("test_caption_journal.py::test_a_row_is_on_disk_when_append_returns",),
     ),
     Mutation(
@@ -139,10 +139,10 @@ MUTATIONS = [
     ),
     Mutation(
         "an inner address is taken for one of the internet",
-        "vlm/api/storage/fetch.py",
-        "address.is_global and not",
-        "not",
-        ("test_api_fetch.py::test_addresses_that_are_not_the_internet",),
+        "vlm/api/storage/addresses.py",
+        '            "168.63.129.16/32",  # Azure\'s own services, on every host of it\n',
+        "",
+        ("test_api_fetch.py::test_no_special_range_is_the_internet_whatever_pythons_own_table_says",),
     ),
     Mutation(
         "a library is taken that the CPU can't run",

@@ -14,7 +14,7 @@ from decoders import ids_of, random_decoder, relative_error, run_chunks
 from llm.backend import native_build
 from llm.backend.base import StepItem, StepPlan
 from llm.backend.native_build import LEVELS, NativeUnavailable, load_library, why_unavailable
-from llm.checkpoint.decoder_weights import load_backend
+from vlm.loading import load_backend
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 HERE = native_build.levels()

@@ -67,6 +67,7 @@ def test_each_package_is_looked_for_by_what_it_brings(
         *(f"bin/{program}" for program in ("gcc", "c++", "redis-server", "chromium")),
         *(f"include/{header}" for header in headers),
         "fonts/truetype/dejavu/DejaVuSans-Bold.ttf",
+        "fonts/truetype/wqy/wqy-microhei.ttc",
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def test_a_failed_install_names_what_is_missing(
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("pyproject.toml", "constraints.txt", setup.SHIM, "scripts/setup_env.py"):
+    for name in ("pyproject.toml", "constraints.txt", setup.SHIM, setup.TIFF_SCRIPT, "scripts/setup_env.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
     monkeypatch.setattr(setup, "ROOT", tmp_path)
