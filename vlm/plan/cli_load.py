@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from encoder.geometry import TowerShape
+from encoder.geometry import TYPICAL_IMAGE, Grid, TowerShape
 from llm.cost import CostError
 from preprocess.types import TileGrid
 from vlm.cli.images import check_stdin, naming, read_image
@@ -67,7 +67,7 @@ def _markers(model: PlannedModel) -> Callable[[TileGrid], int]:
     if model.directory is None or not (model.directory / "tokenizer.json").is_file():
         return lambda grid: 0
     spec = ModelSpec.load(model.directory)
-    return lambda grid: spec.image_prompt_tokens(grid) - spec.geometry.num_visual_tokens(grid.num_tiles)
+    return lambda grid: spec.image_prompt_tokens(grid) - spec.geometry.rows(grid)
 
 
 def image(
@@ -119,7 +119,10 @@ def image(
     precision = stored(chosen, decoder, bits, weights, kv_storage)
     block = block_size or (BLOCK_SIZE if chosen.directory else 1)
     costs: tuple[images.ImageCost, ...] = ()
-    counts, markers = [at_least_one(tiles, "the number of tiles")] * images_per_request, 0
+    image_of: Grid = tower.geometry.squares(at_least_one(tiles, "the number of tiles"))
+    if not image_of.tile_width:  # each image has its own size
+        image_of = TYPICAL_IMAGE
+    grids, markers = [image_of] * images_per_request, 0
     if photos:
         if chosen.tiling is None:
             raise CostError(f"{chosen.name} has no tiling rule")
@@ -127,13 +130,13 @@ def image(
         costs = images.costs_of_images(
             sizes, chosen.tiling, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
         )
-        counts = [cost.tiles for cost in costs]
+        grids = [chosen.tiling.grid(*size, detail) for size in sizes]
         markers = sum(cost.prompt_tokens - cost.visual_tokens for cost in costs)
     plan = images.plan_image(
         decoder,
         tower,
         device,
-        counts,
+        grids,
         at_least_one(text_tokens, "the number of text tokens"),
         precision,
         markers,
