@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from workers.cluster.names import MEMORY_STORE
-
 if TYPE_CHECKING:
     import redis
 

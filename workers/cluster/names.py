@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from workers.cluster.redis_client import RedisClock
 
-MEMORY_STORE = "memory://"  # a blob store of this process alone
 GENERATE_TASK = "generate.run"
 ENCODE_TASK = "encode.image"
 ENCODE_QUEUE = "encode"

@@ -10,8 +10,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from workers.cluster.names import MEMORY_STORE
-
+MEMORY_STORE = "memory://"  # a blob store of this process alone
 SOCKET_TIMEOUT_S = 2.0
 _MAX_PAUSE_S = 0.5
 _READ_BYTES = 1 << 17
