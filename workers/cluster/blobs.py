@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from workers.cluster.names import MEMORY_STORE
+
 if TYPE_CHECKING:
     import redis
 

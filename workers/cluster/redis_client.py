@@ -10,7 +10,8 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-MEMORY_STORE = "memory://"  # a blob store of this process alone
+from workers.cluster.names import MEMORY_STORE
+
 SOCKET_TIMEOUT_S = 2.0
 _MAX_PAUSE_S = 0.5
 _READ_BYTES = 1 << 17
@@ -71,19 +72,3 @@ def _check_one(name: str, url: str) -> None:
         log.warning("%s: Redis at %s can't be reached; it is waited for", name, where)
     finally:
         client.close()
-
-
-class RedisClock:
-    """Redis's own time, in seconds since the epoch: one clock for all machines, whatever theirs say."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
-
-    def now(self) -> float:
-        """Raises `redis.RedisError`."""
-        seconds, microseconds = self._client.time()
-        return seconds + microseconds / 1e6
-
-    def age_s(self, sent_at: float) -> float:
-        """Since a time of this clock. Raises `redis.RedisError`."""
-        return max(0.0, self.now() - sent_at)

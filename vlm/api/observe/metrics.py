@@ -125,7 +125,8 @@ class Metrics:
 def described() -> list[tuple[str, str, str]]:
     """(name, kind, help) of every metric, those of engine and queues included."""
     own = [(metric.name, metric.type, metric.documentation) for metric in Metrics().registry.collect()]
-    engine = [(name, family("x", "x").type, text) for name, family, text in _ENGINE.values()]
+    kinds = {CounterMetricFamily: "counter", GaugeMetricFamily: "gauge"}
+    engine = [(name, kinds[family], text) for name, family, text in _ENGINE.values()]
     queues = [
         (name, "gauge", f"{text}; by queue, where there is a broker") for name, text in _QUEUES.values()
     ]
