@@ -11,6 +11,7 @@ from damaged_images import encode, picture
 from tiff_files import LONG, SHORT, gray, tiff_file
 
 from preprocess.decode import decode
+from preprocess.formats.gif import MAX_BLOCKS
 from preprocess.formats.jpeg import MAX_SEGMENTS
 from preprocess.formats.png import MAX_METADATA_CHUNKS
 from preprocess.formats.webp import MAX_CHUNKS
@@ -57,6 +58,12 @@ WEBP_CHUNKS = {
     "profile cut": b"ICCP" + struct.pack("<I", 100) + b"a",
     "unknown": b"ABCD" + struct.pack("<I", 3) + b"abc\0",
 }
+GIF_BLOCKS = {
+    "much comment": b"!\xfe" + (b"\xff" + b"a" * 255) * 40_000 + b"\0",
+    "short control": b"!\xf9\x01\0\0",
+    "short application data": b"!\xff\x0bNETSCAPE2.0\x01\x01\0",
+    "unknown": b"!\x99\x02ab\0",
+}
 TIFF_TAGS = {
     "resolution as text": {282: (2, b"many\0"), 296: (SHORT, [3])},
     "description without an end": {270: (2, b"x")},
@@ -86,6 +93,15 @@ def test_chunks_of_a_webp(name: str) -> None:
     extended = b"VP8X" + struct.pack("<IB3x", 10, 0x2C) + bytes((159, 0, 0, 111, 0, 0))
     body = b"WEBP" + extended + data[12:] + WEBP_CHUNKS[name]
     assert_same_pixels(b"RIFF" + struct.pack("<I", len(body)) + body, data)
+
+
+@pytest.mark.parametrize("name", GIF_BLOCKS)
+def test_blocks_of_a_gif(name: str) -> None:
+    image = picture("P")
+    data = encode(image, "GIF", transparency=image.getpixel((0, 0)))
+    at = 13 + 3 * (2 << (data[10] & 7))
+    assert data[at : at + 2] == b"!\xf9"
+    assert_same_pixels(data[:at] + GIF_BLOCKS[name] + data[at:], data)
 
 
 @pytest.mark.parametrize("name", TIFF_TAGS)
@@ -118,8 +134,9 @@ def test_orientation_with_a_wrong_checksum_is_none() -> None:
         encode(picture(), "PNG")[:33] + chunk(b"tEXt", b"a\0") * MAX_METADATA_CHUNKS * 2,
         b"\xff\xd8" + segment(0xFE, b"") * MAX_SEGMENTS + encode(picture(), "JPEG")[2:],
         encode(picture(), "WEBP") + b"ABCD\0\0\0\0" * MAX_CHUNKS,
+        b"GIF89a" + bytes(7) + b"!\xfe\1a\0" * MAX_BLOCKS + b",",
     ],
-    ids=["PNG", "JPEG", "WebP"],
+    ids=["PNG", "JPEG", "WebP", "GIF"],
 )
 def test_endless_metadata_is_refused(data: bytes) -> None:
     assert refusal(data) == "invalid_image"

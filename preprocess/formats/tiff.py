@@ -21,7 +21,7 @@ _TYPE_BYTES = {kind: size for size, kinds in _SIZES.items() for kind in kinds}
 
 WIDTH, HEIGHT, COMPRESSION, ROWS_PER_STRIP, TILE_WIDTH, TILE_HEIGHT = 256, 257, 259, 278, 322, 323
 STRIPS, TILES = (273, 279), (324, 325)  # offsets, byte counts
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+PHOTOMETRIC, WHITE_IS_ZERO, ORIENTATION = 262, 0, 274
 FAX_COMPRESSIONS, OLD_JPEG = (2, 3, 4, 32771), 6
 OLD_JPEG_STREAM = (513, 514)  # offset, byte count
 OLD_JPEG_TABLES = (519, 520, 521)  # offsets of quantisation, DC and AC tables
