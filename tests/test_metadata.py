@@ -84,7 +84,7 @@ def test_chunks_of_a_png(name: str, place: str) -> None:
 @pytest.mark.parametrize("name", JPEG_SEGMENTS)
 def test_segments_of_a_jpeg(name: str) -> None:
     data = encode(picture(), "JPEG")
-    assert_same_pixels(data[:2] + JPEG_SEGMENTS[name] + data[2:], data)
+    assert_same_pixels(before_the_picture(data, JPEG_SEGMENTS[name]), data)
 
 
 @pytest.mark.parametrize("name", WEBP_CHUNKS)
@@ -128,13 +128,18 @@ def test_orientation_with_a_wrong_checksum_is_none() -> None:
     assert decode(data).size == (160, 112)
 
 
+def before_the_picture(data: bytes, metadata: bytes) -> bytes:
+    at = {b"\x89P": 33, b"\xff\xd8": 2, b"GI": 13 + 3 * (2 << (data[10] & 7))}[data[:2]]
+    return data[:at] + metadata + data[at:]
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        encode(picture(), "PNG")[:33] + chunk(b"tEXt", b"a\0") * MAX_METADATA_CHUNKS * 2,
-        b"\xff\xd8" + segment(0xFE, b"") * MAX_SEGMENTS + encode(picture(), "JPEG")[2:],
+        before_the_picture(encode(picture(), "PNG"), chunk(b"tEXt", b"a\0") * MAX_METADATA_CHUNKS * 2),
+        before_the_picture(encode(picture(), "JPEG"), segment(0xFE, b"") * MAX_SEGMENTS),
         encode(picture(), "WEBP") + b"ABCD\0\0\0\0" * MAX_CHUNKS,
-        b"GIF89a" + bytes(7) + b"!\xfe\1a\0" * MAX_BLOCKS + b",",
+        before_the_picture(encode(picture("L"), "GIF"), b"!\xfe\1a\0" * MAX_BLOCKS),
     ],
     ids=["PNG", "JPEG", "WebP", "GIF"],
 )
@@ -142,18 +147,15 @@ def test_endless_metadata_is_refused(data: bytes) -> None:
     assert refusal(data) == "invalid_image"
 
 
-def test_two_frames_in_a_jpeg_are_refused() -> None:
+def test_two_frames_in_a_jpeg_are_refused_before_a_decoder_sees_them() -> None:
     """The one that Pillow sees would be another than libjpeg's."""
     small, large = (encode(picture(width=side), "JPEG") for side in (16, 800))
     frame = small[small.index(b"\xff\xc0") :][:19]
-    assert (
-        refusal(large[:2] + frame + large[2:])
-        == refusal(large[:2] + b"\xff\xf7" + large[2:])
-        == "invalid_image"
-    )
+    for before in (frame, b"\xff\xf7"):
+        assert refusal(before_the_picture(large, before)) == "invalid_image"
 
 
 def refusal(data: bytes) -> str:
     with pytest.raises(ImageError) as caught:
-        decode(data)
+        probe(data)
     return caught.value.code
