@@ -21,7 +21,7 @@ _TYPE_BYTES = {kind: size for size, kinds in _SIZES.items() for kind in kinds}
 
 WIDTH, HEIGHT, COMPRESSION, ROWS_PER_STRIP, TILE_WIDTH, TILE_HEIGHT = 256, 257, 259, 278, 322, 323
 STRIPS, TILES = (273, 279), (324, 325)  # offsets, byte counts
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+PHOTOMETRIC, WHITE_IS_ZERO, ORIENTATION = 262, 0, 274
 FAX_COMPRESSIONS, OLD_JPEG = (2, 3, 4, 32771), 6
 OLD_JPEG_STREAM = (513, 514)  # offset, byte count
 OLD_JPEG_TABLES = (519, 520, 521)  # offsets of quantisation, DC and AC tables
@@ -51,7 +51,6 @@ PIXEL_TAGS = frozenset(
 )
 """Tags without which pixels come out otherwise, or not at all. Pillow gets no other."""
 
-_LONGEST_FILE = (1 << 63) - 1
 MAX_ENTRIES = 4096  # of a directory
 _NUM_KIND_ENTRIES = 8  # what a directory is stands among the first: entries are in order of their tags
 _DIRECTORIES_PER_PAGE = 4
@@ -120,21 +119,19 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     """Where each page's directory stands; a broken chain ends at its last readable page.
 
     Smaller versions of a page and masks are no pages, unless there is nothing else. Raises ImageError
-    `invalid_image` if there is none or an offset is one of no file, `too_many_pages` beyond `max_pages`.
+    `invalid_image` if there is none or an offset is that of no file, `too_many_pages` beyond `max_pages`.
     """
     layout = layout_of(data)
     pages: list[int] = []
     others: list[int] = []
     seen: set[int] = set()
     try:
-        (offset,) = unpack(layout.offset, data, layout.first_offset_at)
+        (offset,) = struct.unpack_from(layout.offset, data, layout.first_offset_at)
         while offset and offset not in seen and len(seen) < _DIRECTORIES_PER_PAGE * max_pages:
             start, count = _directory(data, layout, offset)
-            (next_offset,) = unpack(layout.offset, data, start + count * layout.entry_bytes)
+            (next_offset,) = struct.unpack_from(layout.offset, data, start + count * layout.entry_bytes)
             seen.add(offset)
             (others if _is_no_page(data, layout, start, count) else pages).append(offset)
-            if next_offset > _LONGEST_FILE:
-                raise invalid_image()
             if len(pages) > max_pages:
                 raise ImageError("too_many_pages", f"The document has more than {max_pages} pages.")
             offset = next_offset
@@ -143,13 +140,6 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     if not pages and not others:
         raise invalid_image()
     return pages or others[:max_pages]
-
-
-def unpack(form: str, data: Buffer, at: int) -> tuple[int, ...]:
-    """Raises struct.error for a place outside the data, however large its number is."""
-    if at > len(data):
-        raise struct.error
-    return struct.unpack_from(form, data, at)
 
 
 def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]:
@@ -161,14 +151,14 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
     start, count = _directory(data, layout, offset)
     entries: dict[int, Entry] = {}
     for at in range(start, start + count * layout.entry_bytes, layout.entry_bytes):
-        tag, kind, number = unpack(layout.entry, data, at)
+        tag, kind, number = struct.unpack_from(layout.entry, data, at)
         if tag not in PIXEL_TAGS or tag in entries or kind not in _TYPE_BYTES:
             continue
         length = _TYPE_BYTES[kind] * number
         most = _MAX_CHUNKS * _TYPE_BYTES[kind] if tag in STRIPS + TILES else _MAX_VALUE_BYTES
         place = at + layout.entry_bytes - layout.inline_bytes
         if length > layout.inline_bytes:
-            (place,) = unpack(layout.offset, data, place)
+            (place,) = struct.unpack_from(layout.offset, data, place)
         if length > most or place + length > len(data):
             raise invalid_image()
         entries[tag] = Entry(tag, kind, number, bytes(data[place : place + length]))
@@ -177,7 +167,7 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
 
 def _directory(data: Buffer, layout: Layout, offset: int) -> tuple[int, int]:
     """(place of the first entry, number of entries)."""
-    (count,) = unpack(layout.count, data, offset)
+    (count,) = struct.unpack_from(layout.count, data, offset)
     if count > MAX_ENTRIES:
         raise struct.error
     return offset + struct.calcsize(layout.count), count
@@ -187,9 +177,9 @@ def _is_no_page(data: Buffer, layout: Layout, start: int, count: int) -> bool:
     """A smaller version of a page, or its mask."""
     for index in range(min(count, _NUM_KIND_ENTRIES)):
         at = start + index * layout.entry_bytes
-        tag, kind, _ = unpack(layout.entry, data, at)
+        tag, kind, _ = struct.unpack_from(layout.entry, data, at)
         if tag in (_NEW_SUBFILE, _SUBFILE) and kind in INTEGERS:
-            (value,) = unpack(
+            (value,) = struct.unpack_from(
                 layout.order + INTEGERS[kind], data, at + layout.entry_bytes - layout.inline_bytes
             )
             return bool(value & _REDUCED_OR_MASK) if tag == _NEW_SUBFILE else value == _OLD_REDUCED
