@@ -75,6 +75,17 @@ def raising(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseE
     monkeypatch.setattr(owner, name, instead)
 
 
+def raising_in_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    real = getattr(owner, name)
+
+    def instead(path: str, *arguments: Any) -> Any:
+        if "bad" in path:
+            raise error
+        return real(path, *arguments)
+
+    monkeypatch.setattr(owner, name, instead)
+
+
 def in_identify(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     raising(monkeypatch, DocumentReader, "identify", error)
 
@@ -84,7 +95,7 @@ def in_open(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def in_loading(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    raising(monkeypatch, documents, "_on_thread", error)
+    raising_in_thread(monkeypatch, documents, "_image", error)
 
 
 def in_preparing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -327,8 +338,8 @@ def test_of_a_file_that_does_not_end_as_much_is_read_as_it_had(
     monkeypatch.setattr(documents, "_reading", reading)
     stopped = threading.Event()
     assert documents._sha256("endless", size, stopped) == hashlib.sha256(bytes(size)).hexdigest()
-    with pytest.raises(ImageError, match="more than 500 bytes"):
-        documents._read("endless", 500)
+    with pytest.raises(documents.UnreadableFile, match="changed"):
+        documents._image("endless", "the hash of what it had", 500)
 
 
 def test_hashing_ends_with_whoever_waited_for_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,3 +401,57 @@ def test_what_is_no_regular_file_is_an_error_row_at_once(out: Path, kind: str) -
     odd.unlink()
     odd.write_bytes(png(2))
     assert run(out).errors == 0
+
+
+@pytest.mark.parametrize("function", ["page_offsets", "page_file"])
+def test_a_file_that_shrinks_while_it_is_read_ends_no_run(
+    out: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Where a mapped file does, the system ends the process."""
+    Path("in/a.png").write_bytes(png(1))
+    path = Path("in/b.tif")
+    path.write_bytes(tiff([2, 3]))
+    real = getattr(documents, function)
+
+    def shrinking(data: Any, *arguments: Any) -> Any:
+        os.truncate(path, 8)
+        return real(data, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, function, shrinking)
+        run(out)
+    rows = {row["path"]: row for row in rows_of(out)}
+    assert "text" in rows["in/a.png"]
+    assert rows["in/b.tif"]["error"] == {
+        "code": "unreadable_file",
+        "message": "The file can't be read: it changed while it was read.",
+    }
+    path.write_bytes(tiff([2, 3]))
+    assert run(out).errors == 0
+    assert sorted((row["path"], row["page"]) for row in rows_of(out)) == [
+        ("in/a.png", 1),
+        ("in/b.tif", 1),
+        ("in/b.tif", 2),
+    ]
+
+
+def test_an_answer_is_never_told_of_other_bytes_than_it_is_of(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is written again between its hash and its turn is done by a later run."""
+    path = Path("in/a.png")
+    path.write_bytes(png(1))
+    real = documents._image
+
+    def changing(*arguments: Any) -> Any:
+        path.write_bytes(png(2))
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "_image", changing)
+        run(out)
+    (row,) = rows_of(out)
+    assert row["error"]["message"] == "The file can't be read: it changed while it was read."
+    run(out)
+    (row,) = rows_of(out)
+    assert row["file_sha256"] == row["image_sha256"] == hashlib.sha256(png(2)).hexdigest() and "text" in row
