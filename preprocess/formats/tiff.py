@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from mmap import mmap
 
 from preprocess.formats.damage import damage_is_refused, invalid_image
+from preprocess.formats.file_bytes import FileBytes
 from preprocess.types import ImageError
 
-Buffer = bytes | mmap
+Buffer = bytes | FileBytes
 
 INTEGERS = {1: "B", 3: "H", 4: "I", 13: "I", 16: "Q"}  # types
 _SIZES = {1: (1, 2, 6, 7), 2: (3, 8), 4: (4, 9, 11, 13), 8: (5, 10, 12, 16, 17, 18)}
@@ -104,13 +104,13 @@ class Entry:
 
 
 def is_tiff(head: Buffer) -> bool:
-    return bytes(head[:4]) in (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
+    return head[:4] in (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 
 
 def layout_of(data: Buffer) -> Layout:
     if not is_tiff(data):
         raise invalid_image()
-    head = bytes(data[:4])
+    head = data[:4]
     return Layout("<" if head[:2] == b"II" else ">", b"+" in head)
 
 
@@ -161,7 +161,7 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
             (place,) = struct.unpack_from(layout.offset, data, place)
         if length > most or place + length > len(data):
             raise invalid_image()
-        entries[tag] = Entry(tag, kind, number, bytes(data[place : place + length]))
+        entries[tag] = Entry(tag, kind, number, data[place : place + length])
     return entries
 
 
