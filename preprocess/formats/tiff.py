@@ -126,10 +126,10 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     others: list[int] = []
     seen: set[int] = set()
     try:
-        (offset,) = struct.unpack_from(layout.offset, data, layout.first_offset_at)
+        (offset,) = unpack(layout.offset, data, layout.first_offset_at)
         while offset and offset not in seen and len(seen) < _DIRECTORIES_PER_PAGE * max_pages:
             start, count = _directory(data, layout, offset)
-            (next_offset,) = struct.unpack_from(layout.offset, data, start + count * layout.entry_bytes)
+            (next_offset,) = unpack(layout.offset, data, start + count * layout.entry_bytes)
             seen.add(offset)
             (others if _is_no_page(data, layout, start, count) else pages).append(offset)
             if len(pages) > max_pages:
@@ -142,6 +142,13 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     return pages or others[:max_pages]
 
 
+def unpack(form: str, data: Buffer, at: int) -> tuple[int, ...]:
+    """Raises struct.error for a place outside the data, however large its number is."""
+    if at > len(data):
+        raise struct.error
+    return struct.unpack(form, data[at : at + struct.calcsize(form)])
+
+
 def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]:
     """Entries by tag, those of PIXEL_TAGS; the first of several counts.
 
@@ -151,14 +158,14 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
     start, count = _directory(data, layout, offset)
     entries: dict[int, Entry] = {}
     for at in range(start, start + count * layout.entry_bytes, layout.entry_bytes):
-        tag, kind, number = struct.unpack_from(layout.entry, data, at)
+        tag, kind, number = unpack(layout.entry, data, at)
         if tag not in PIXEL_TAGS or tag in entries or kind not in _TYPE_BYTES:
             continue
         length = _TYPE_BYTES[kind] * number
         most = _MAX_CHUNKS * _TYPE_BYTES[kind] if tag in STRIPS + TILES else _MAX_VALUE_BYTES
         place = at + layout.entry_bytes - layout.inline_bytes
         if length > layout.inline_bytes:
-            (place,) = struct.unpack_from(layout.offset, data, place)
+            (place,) = unpack(layout.offset, data, place)
         if length > most or place + length > len(data):
             raise invalid_image()
         entries[tag] = Entry(tag, kind, number, data[place : place + length])
@@ -167,7 +174,7 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
 
 def _directory(data: Buffer, layout: Layout, offset: int) -> tuple[int, int]:
     """(place of the first entry, number of entries)."""
-    (count,) = struct.unpack_from(layout.count, data, offset)
+    (count,) = unpack(layout.count, data, offset)
     if count > MAX_ENTRIES:
         raise struct.error
     return offset + struct.calcsize(layout.count), count
@@ -177,9 +184,9 @@ def _is_no_page(data: Buffer, layout: Layout, start: int, count: int) -> bool:
     """A smaller version of a page, or its mask."""
     for index in range(min(count, _NUM_KIND_ENTRIES)):
         at = start + index * layout.entry_bytes
-        tag, kind, _ = struct.unpack_from(layout.entry, data, at)
+        tag, kind, _ = unpack(layout.entry, data, at)
         if tag in (_NEW_SUBFILE, _SUBFILE) and kind in INTEGERS:
-            (value,) = struct.unpack_from(
+            (value,) = unpack(
                 layout.order + INTEGERS[kind], data, at + layout.entry_bytes - layout.inline_bytes
             )
             return bool(value & _REDUCED_OR_MASK) if tag == _NEW_SUBFILE else value == _OLD_REDUCED
