@@ -77,6 +77,8 @@ class SamplingParams:
     constraint: tuple[str, str] | None = (
         None  # (kind, text): ("json_schema" | "regex" | "grammar" | "json_object", ...)
     )
+    # A chat's answer: models learn to begin one with a space, which belongs to neither text nor constraint.
+    drop_leading_space: bool = False
 
 
 @dataclass(frozen=True, slots=True)

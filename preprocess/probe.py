@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from preprocess.formats.damage import damage_is_refused, invalid_image, quiet_pillow
+from preprocess.formats.gif import read_gif
 from preprocess.formats.header import HeaderReader, read_orientation
 from preprocess.formats.jpeg import open_jpeg
 from preprocess.formats.libtiff import open_tiff
@@ -100,6 +101,8 @@ def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
     elif name == "PNG":
         data, exif = read_png(data)
         image = _read(name, data)
+    elif name == "GIF":
+        image = _read(name, read_gif(data))
     elif name == "WEBP":
         # Pillow allocates an animation's canvas when it opens the file
         _check_size(*webp_size(data), limits)

@@ -266,7 +266,7 @@ def test_start_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, words in (
-            (["--model", str(tmp_path / "none")], "not a folder"),
+            (["--model", str(tmp_path / "none")], "no folder is at"),
             (["--host", "0.0.0.0"], "no keys are set"),
             (["--port", port], "can't listen"),
         ):

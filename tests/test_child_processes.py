@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from caption_fakes import pdf
 
+from vlm.api.batches import batch_check
 from vlm.build import engine_command
 from vlm.caption.rasterise import PageRenderer
 from vlm.config import EngineOptions
@@ -49,6 +51,15 @@ def test_the_engine_process_starts(folder: Path) -> None:
     command = [*engine_command(EngineOptions()), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=60)
     assert done.returncode == 0 and "--options" in done.stdout
+    assert not Path("RAN").exists()
+
+
+def test_inputs_of_batches_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_check, "LARGE_BYTES", 0)
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    checked = batch_check.check(Path("rows.jsonl"), "/v1/chat/completions", Path("index.jsonl"))
+    assert asyncio.run(checked) == (1, [])
     assert not Path("RAN").exists()
 
 

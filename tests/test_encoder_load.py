@@ -83,7 +83,8 @@ def test_stored_dtypes_are_read_as_what_they_hold(tmp_path: Path, dtype: torch.d
 
 def test_compute_dtype_is_the_callers(checkpoint: Path) -> None:
     encoder = load_encoder(checkpoint, dtype=torch.bfloat16)
-    tiles = np.full((1, encoder.config.tower.image_size, encoder.tile_size, 3), 200, np.uint8)
+    size = encoder.config.tower.image_size
+    tiles = np.full((1, size, size, 3), 200, np.uint8)
     rows = encoder.encode([tiles])[0]
     exact = load_encoder(checkpoint).encode([tiles])[0]
     assert rows.dtype == torch.bfloat16

@@ -234,5 +234,6 @@ def test_a_model_that_no_family_claims_is_named_with_the_nearest(hub: LocalHub, 
     hub.repos[NAME].files["config.json"] = b'{"model_type": "idefics2"}'
     done = vlm(hub, tmp_path, "ask", SAMPLE, "x", "--model", NAME)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("vlm: model_type idefics2 is not supported")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vlm: ") and "model_type idefics2 is not supported" in last
     assert "idefics3" in done.stderr

@@ -26,7 +26,7 @@ from workers.cluster.event_stream import stream_name
 from workers.cluster.names import REPLICA
 from workers.cluster.redis_client import connect
 from workers.cluster.registry import HeartbeatThread, Registry
-from workers.contract import loops
+from workers.contract import loops, versions
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.loops import LoopThread, keep_going
 from workers.contract.streams import end_tasks
@@ -127,6 +127,12 @@ def test_closing_a_loop_ends_its_pause() -> None:
     thread.close()
 
 
+@pytest.fixture(autouse=True)
+def nothing_noted_yet() -> None:
+    """What was dropped before, by other tests too, has its line in the log already."""
+    versions._dropped.clear()
+
+
 def strange_engine(mode: str, mark: Path) -> EngineProcess:
     return EngineProcess([sys.executable, str(ROOT / "tests/strange_engine_child.py"), mode, str(mark)])
 
@@ -179,7 +185,7 @@ def test_an_event_that_cannot_be_read_ends_its_own_stream_and_no_other(tmp_path:
         try:
             ends = await asyncio.gather(*(ask(engine, f"r{number}") for number in range(4)))
             failed = [events for events in ends if isinstance(events[-1], Failed)]
-            assert 0 < len(failed) < 4
+            assert failed == [ends[1], ends[3]]
             assert all(tokens_of(events) == ANSWER for events in ends if events not in failed)
             await until(lambda: not engine._streams._queues)
             assert (await engine.stats())["engine"]["running"] == 0 and engine.restarts == 0

@@ -46,21 +46,21 @@ class EngineOptions(Checked):
     """What an engine process needs to build itself; travels to it as JSON."""
 
     model: Annotated[str, Form(r"(?s).+", "not empty")] = DEFAULT_MODEL  # a Hugging Face checkpoint directory
-    backend: Literal["auto", "torch", "native"] = "auto"
-    device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    backend: Literal["auto", "torch", "native"] = "auto"  # of the decoder; auto: native where it runs
+    device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"  # for all of it
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and activations
     weights: WeightOption = "auto"  # stored as; auto: dtype, or bfloat16 where that loses nothing
     kv: KvOption = "auto"  # the KV cache stored as; auto: dtype
-    threads: FewCount = 1
-    kv_cache_mb: Mebibytes = 512
-    visual_cache_mb: Mebibytes = 256
+    threads: FewCount = 1  # of the engine
+    kv_cache_mb: Mebibytes = 512  # memory for KV blocks
+    visual_cache_mb: Mebibytes = 256  # memory for visual tokens of images seen before
     max_running: Count = 16  # sequences decoded together
     max_tiles_per_step: Count = 8  # tiles encoded between two decode steps, at most
     max_pixels: Annotated[int, Between(0, 1 << 28)] = 0  # of an image that isn't tiled; 0: by device
     max_step_ms: Annotated[float, Between(1, 60_000)] = 500.0  # tiles or tokens of a step are fewer beyond
     stall_s: Annotated[float, Between(1, 86_400)] = 60.0  # an engine without a layer's progress is replaced
-    prefix_cache: bool = True
-    speculation: Literal["off", "ngram"] = "off"
+    prefix_cache: bool = True  # keep KV blocks of prompts for later prompts that begin alike
+    speculation: Literal["off", "ngram"] = "off"  # guess tokens from the text so far, and verify them
     speculation_rows: Count = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge
 
     @property
@@ -74,40 +74,40 @@ class EngineOptions(Checked):
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig(Checked):
-    host: Annotated[str, Form(r"\S+", "an address or a name")] = "127.0.0.1"
-    port: Annotated[int, Between(0, 65535)] = 8000
+    host: Annotated[str, Form(r"\S+", "an address or a name")] = "127.0.0.1"  # beyond it keys are needed
+    port: Annotated[int, Between(0, 65535)] = 8000  # 0 takes a free one
     broker: RedisUrl = ""  # redis://...: preprocessing in Celery workers; empty: local processes
     store: RedisUrl = ""  # blob store; empty: the broker
     remote_engine: bool = False  # answers come from generate workers behind the broker
-    decode_processes: FewCount = 2
-    max_images_per_request: Count = 16
-    max_image_mb: Mebibytes = 32
-    max_image_megapixels: Count = 100
-    max_request_mb: Mebibytes = 64
-    max_queued: Count = 256
-    request_deadline_s: Seconds = 300.0
-    image_deadline_s: Seconds = 30.0
-    drain_s: Annotated[float, Between(0, 7 * 86_400)] = 30.0
-    variant: Literal["fast", "exact"] = "fast"
+    decode_processes: FewCount = 2  # that decode and cut images, one thread each
+    max_images_per_request: Count = 16  # those of the history count too
+    max_image_mb: Mebibytes = 32  # of one image as it is sent
+    max_image_megapixels: Count = 100  # of one image, from its header
+    max_request_mb: Mebibytes = 64  # of one request's body
+    max_queued: Count = 256  # requests that wait for their answer to begin
+    request_deadline_s: Seconds = 300.0  # from a request's arrival to the end of its answer
+    image_deadline_s: Seconds = 30.0  # to decode and cut one image
+    drain_s: Annotated[float, Between(0, 7 * 86_400)] = 30.0  # for running answers when the server stops
+    variant: Literal["fast", "exact"] = "fast"  # exact: pixels as the checkpoint's own processor makes them
     model_name: str = ""  # id shown to clients; empty: the model directory's name
     keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.guard.auth; empty: no authentication
     allow_public: bool = False  # listen on a public address though there are no keys
     requests_per_minute: Rate = 0  # per key; 0 is off; a key's own setting wins
     allow_urls: bool = False  # fetch http(s) images on clients' behalf
-    fetch_deadline_s: Seconds = 10.0
+    fetch_deadline_s: Seconds = 10.0  # to fetch one image
     root_path: RootPath = ""  # path under which a proxy shows this server; it may cut it off or not
     cors_origins: Origins = ""  # comma-separated; empty: no cross-origin requests
-    default_max_tokens: Count = 512
+    default_max_tokens: Count = 512  # of an answer whose request names no limit
     max_choices: Annotated[int, Between(1, 128)] = 8  # `n` of one request
     max_request_megapixels: Count = 256  # of all images of one request
     max_decoded_mb: Mebibytes = 4096  # decoded images of requests whose answer has not begun
     max_bodies_mb: Mebibytes = 512  # request bodies being read or waiting for an answer
     body_timeout_s: Seconds = 60.0  # to read one request's body
     data_dir: str = ""  # files and batches; empty: $XDG_DATA_HOME/vlm
-    max_file_mb: Mebibytes = 200
+    max_file_mb: Mebibytes = 200  # of one stored file
     max_files_mb: Mebibytes = 4096  # of all stored files
     image_store_mb: Mebibytes = 512  # of all uploaded images
-    image_ttl_s: Annotated[float, Between(1, 366 * 86_400)] = 86400.0
+    image_ttl_s: Annotated[float, Between(1, 366 * 86_400)] = 86400.0  # an uploaded image's lifetime
     log_format: Literal["auto", "json", "plain"] = "auto"  # auto: plain on a terminal, else json
     traces: bool = False  # OpenTelemetry spans over the stages; needs the extra [trace]
 

@@ -161,7 +161,7 @@ class Pipeline:
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
             planned.append(Message(message.role, tuple(parts)))
         prompt = self.spec.prompt_builder.build(planned)
-        params = self._fit(prompt, params)
+        params = replace(self._fit(prompt, params), drop_leading_space=True)
         request = Request(request_id, prompt, params, priority, namespace)
         return PreparedRequest(request, tuple(images), started)
 

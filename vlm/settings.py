@@ -59,11 +59,17 @@ class _Rule:
     def problem(self, value: Any) -> str | None:
         """What is accepted instead of `value`."""
         if self.choices:
-            return None if value in self.choices else f"one of {', '.join(map(str, self.choices))}"
+            return None if value in self.choices else self.accepted
         is_number = self.kind is float and type(value) is int
         if type(value) is not self.kind and not is_number:
             return _KINDS[self.kind]
         return next((str(limit) for limit in self.limits if not limit.accepts(value)), None)
+
+    @property
+    def accepted(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return ", ".join(map(str, self.limits)) or _KINDS[self.kind]
 
 
 @lru_cache
@@ -77,6 +83,11 @@ def _rules(cls: type) -> dict[str, _Rule]:
         choices = get_args(plain) if get_origin(plain) is Literal else ()
         rules[name] = _Rule(type(choices[0]) if choices else plain, choices, limits)
     return rules
+
+
+def accepted(cls: type, name: str) -> str:
+    """What a setting may be, in words."""
+    return _rules(cls)[name].accepted
 
 
 def bounds(cls: type, name: str) -> Between:

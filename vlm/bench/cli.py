@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ Benchmarks:
 Examples:
   vlm bench engine --json
   vlm bench caption --part kills --part memory
+  vlm bench serve --part soak --seconds 600
 """
 
 
@@ -36,12 +37,15 @@ def bench_command(
         list[str] | None,
         typer.Option(help=f"Only this part, may be given more than once. {_PARTS}"),
     ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long the part soak lasts.", show_default="300")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
     as_json: Json = False,
 ) -> None:
     if name not in BENCHMARKS:
         raise CommandError(f"unknown benchmark {name}; known: {', '.join(BENCHMARKS)}")
-    chosen = {}
+    chosen: dict[str, Any] = {}
     if part:
         known = PARTS.get(name, ())
         if unknown := [one for one in part if one not in known]:
@@ -49,6 +53,10 @@ def bench_command(
                 f"{name} has no part {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
             )
         chosen["parts"] = part
+    if seconds is not None:
+        if "soak" not in (part or ()):
+            raise CommandError("--seconds is for a soak: vlm bench serve --part soak --seconds 600")
+        chosen["seconds"] = seconds
     require("bench", "vlm bench", "num2words", "torchvision")
     from vlm.bench.harness.results import table
 

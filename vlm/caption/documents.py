@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
 import stat
 import threading
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TypeVar
 
+from preprocess.formats.file_bytes import CHANGED, FileBytes
 from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
 from preprocess.limits import ImageLimits
@@ -41,9 +41,10 @@ TEXT_NOT_DRAWN = PageWarning(
 
 @dataclass(frozen=True, slots=True)
 class PageImage:
-    """A page's bytes, and what is to be known of them."""
+    """A page's bytes, and what is to be known of them. Equal pages have equal hashes."""
 
     data: bytes
+    sha256: str
     warning: PageWarning | None = None
 
 
@@ -129,26 +130,42 @@ def _sha256(path: str, size: int, stopped: threading.Event) -> str:
     return digest.hexdigest()
 
 
-def _read(path: str, max_bytes: int) -> bytes:
+def _page(data: bytes, warning: PageWarning | None = None) -> PageImage:
+    return PageImage(data, hashlib.sha256(data).hexdigest(), warning)
+
+
+def _image(path: str, file_sha256: str, max_bytes: int) -> PageImage:
     with _reading(path) as file:
-        data = file.read(max_bytes + 1) or b""  # it may have grown since it was looked at
-    if len(data) > max_bytes:
-        raise _too_large(max_bytes)
-    return data
+        data = file.read(max_bytes + 1) or b""
+    page = _page(data)
+    if page.sha256 != file_sha256:
+        raise UnreadableFile(CHANGED)
+    return page
+
+
+@contextlib.contextmanager
+def _bytes_of(path: str) -> Iterator[FileBytes]:
+    """Raises `UnreadableFile`, also where a parser took it for damage."""
+    with _reading(path) as file:
+        data = FileBytes(file.fileno())
+        try:
+            yield data
+        except ImageError:
+            if data.fault is not None:
+                raise data.fault from None
+            raise
 
 
 def _tiff_offsets(path: str, max_pages: int) -> list[int]:
-    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with _bytes_of(path) as data:
         return page_offsets(data, max_pages)
 
 
-def _tiff_page(path: str, offset: int, max_bytes: int) -> bytes:
-    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return page_file(data, offset, max_bytes)
-
-
-def _too_large(max_bytes: int) -> ImageError:
-    return ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
+def _tiff_page(path: str, size: int, offset: int, max_bytes: int) -> PageImage:
+    with _bytes_of(path) as data:
+        if len(data) != size:
+            raise UnreadableFile(CHANGED)
+        return _page(page_file(data, offset, max_bytes))
 
 
 def _check_format(path: str, head: bytes) -> None:
@@ -196,15 +213,19 @@ class DocumentReader:
                 return self._open_tiff(path, file_sha256, size, offsets)
         max_bytes = self.image_limits.max_bytes
         if size > max_bytes:
-            raise _too_large(max_bytes)
-        return Document(file_sha256, 1, size, lambda index: _on_thread(_read, path, max_bytes))
+            raise ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
+
+        async def load(index: int) -> PageImage:
+            return await asyncio.to_thread(_image, path, file_sha256, max_bytes)
+
+        return Document(file_sha256, 1, size, load)
 
     async def _open_pdf(self, path: str, file_sha256: str) -> Document:
         num_pages = await self.renderer.count(path)
 
         async def load(index: int) -> PageImage:
             page = await self.renderer.render(path, index)
-            return PageImage(page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
+            return await asyncio.to_thread(_page, page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
 
         return Document(file_sha256, num_pages, _PDF_PAGE_BYTES, load)
 
@@ -212,10 +233,6 @@ class DocumentReader:
         max_bytes = self.image_limits.max_bytes
 
         async def load(index: int) -> PageImage:
-            return await _on_thread(_tiff_page, path, offsets[index], max_bytes)
+            return await asyncio.to_thread(_tiff_page, path, size, offsets[index], max_bytes)
 
         return Document(file_sha256, len(offsets), size // len(offsets) + 1, load)
-
-
-async def _on_thread(function: Callable[..., bytes], *arguments: object) -> PageImage:
-    return PageImage(await asyncio.to_thread(function, *arguments))

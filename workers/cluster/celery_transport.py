@@ -16,7 +16,7 @@ from redis.exceptions import OutOfMemoryError
 
 from workers.cluster.celery_app import PASSING_S
 from workers.cluster.names import GENERATE_PREFIX
-from workers.cluster.redis_client import RedisClock
+from workers.cluster.redis_clock import RedisClock
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from llm.request import Priority
-from workers.cluster.redis_client import RedisClock
+from workers.cluster.redis_clock import RedisClock
 
 if TYPE_CHECKING:
     import redis

@@ -16,7 +16,7 @@ from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, known_fiel
 if TYPE_CHECKING:
     import redis
 
-    from workers.cluster.redis_client import RedisClock
+    from workers.cluster.redis_clock import RedisClock
 
 MEMORY_STORE = "memory://"  # a blob store of this process alone
 GENERATE_TASK = "generate.run"

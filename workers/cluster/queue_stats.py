@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from workers.cluster.celery_app import BATCH_SUFFIX, PREPROCESS_QUEUE
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import ENCODE_QUEUE, generate_queue, waited_s
-from workers.cluster.redis_client import RedisClock
+from workers.cluster.redis_clock import RedisClock
 
 if TYPE_CHECKING:
     import redis

@@ -124,8 +124,8 @@ class Watch:
         silent = members.keys() - self.alive.keys()
         self._silent_since = {name: self._silent_since.get(name, now) for name in silent}
         if self._contact_since is None:
-            first_look = self.outages == 0
-            self._contact_since = now - (GRACE_S if first_look else 0.0)
+            is_first_look = looked is None
+            self._contact_since = now - (GRACE_S if is_first_look else 0.0)
         return True
 
     def _lose_contact(self) -> None:

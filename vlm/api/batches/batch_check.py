@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vlm.requests.lines import BadLine, parse_line, placed_lines
+from workers.local.children import child_environment, module_command
 
 MAX_ROWS = 50_000
 MAX_REPORTED_ERRORS = 100
@@ -51,7 +52,8 @@ async def check(path: Path, endpoint: str, index: Path) -> tuple[int, list[LineE
         return await asyncio.to_thread(validate, path, endpoint, index)
     for _ in range(_ATTEMPTS):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _MODULE, str(path), endpoint, str(index), str(MAX_ROWS)),
+            *(*module_command(_MODULE), str(path), endpoint, str(index), str(MAX_ROWS)),
+            env=child_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
         )

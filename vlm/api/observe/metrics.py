@@ -120,3 +120,16 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def described() -> list[tuple[str, str, str]]:
+    """(name, kind, help) of every metric, those of engine and queues included."""
+    own = [(metric.name, metric.type, metric.documentation) for metric in Metrics().registry.collect()]
+    kinds = {CounterMetricFamily: "counter", GaugeMetricFamily: "gauge"}
+    engine = [(name, kinds[family], text) for name, family, text in _ENGINE.values()]
+    queues = [
+        (name, "gauge", f"{text}; by queue, where there is a broker") for name, text in _QUEUES.values()
+    ]
+    ratio = [("vlm_kv_cache_usage_ratio", "gauge", "KV blocks held by requests")]
+    found = dict.fromkeys([*own, *engine, *ratio, *queues])
+    return sorted((f"{name}_total" if kind == "counter" else name, kind, text) for name, kind, text in found)

@@ -24,7 +24,8 @@ from workers.cluster.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_T
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import TilesJob, task_headers
 from workers.cluster.queue_stats import QueueStats
-from workers.cluster.redis_client import AWAY, RedisClock, connect
+from workers.cluster.redis_client import AWAY, connect
+from workers.cluster.redis_clock import RedisClock
 from workers.contract.loops import log_failure
 from workers.contract.stages import (
     MAX_ATTEMPTS,

@@ -35,7 +35,8 @@ from workers.cluster.node.remote_visuals import AWAY, SEND_RETRY, RemoteVisuals
 from workers.cluster.node.replica_choice import SPILL_THRESHOLD, choose, routing_key
 from workers.cluster.node.replica_loads import ReplicaLoads
 from workers.cluster.queue_stats import QueueStats
-from workers.cluster.redis_client import RedisClock, connect
+from workers.cluster.redis_client import connect
+from workers.cluster.redis_clock import RedisClock
 from workers.cluster.registry import HeartbeatThread, Registry, Watch
 from workers.cluster.visual_store import open_visual_blobs
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
