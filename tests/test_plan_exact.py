@@ -90,6 +90,8 @@ def blocks_of_a_run(prompt: Prompt, visual_tokens: int) -> int:
 class Letters:
     """A tokenizer of which only the text stream is needed."""
 
+    strips_first_space = False
+
     def decoder(self) -> Letters:
         return self
 
