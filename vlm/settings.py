@@ -1,4 +1,4 @@
-"""How settings are checked: each beside its type in the dataclass that declares it, whoever makes one."""
+"""How settings are checked: each beside its type in the dataclass that declares it."""
 
 from __future__ import annotations
 

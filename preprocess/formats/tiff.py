@@ -119,7 +119,7 @@ def layout_of(data: Buffer) -> Layout:
 def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     """Where each page's directory stands; a broken chain ends at its last readable page.
 
-    Smaller versions of a page and masks are no pages, unless there is nothing else. Raises ImageError
+    Smaller versions of a page and masks don't count as pages, unless there is nothing else. Raises ImageError
     `invalid_image` if there is none or an offset is that of no file, `too_many_pages` beyond `max_pages`.
     """
     layout = layout_of(data)
