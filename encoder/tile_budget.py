@@ -10,8 +10,8 @@ _WEIGHT = 0.5  # of the latest batch in the mean
 class TileBudget:
     """As much work as takes `max_step_s` at the rate of late. None: no bound.
 
-    Nothing until a rate is known: with the one tile that a step takes at least, the first step of a slow tower
-    is not a long one.
+    Nothing until a rate is known: with the one tile that a step takes at least, the first step of a slow
+    tower is not a long one.
     """
 
     def __init__(self, max_step_s: float | None) -> None:

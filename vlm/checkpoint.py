@@ -16,7 +16,6 @@ from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_
 from preprocess.own_size import capped
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
-from vlm.config import CPU_PIXELS
 from vlm.families.base import Family, Json, image_processor
 from vlm.families.registry import family_of, find_family
 
@@ -81,10 +80,10 @@ class Checkpoint:
         """Where this checkpoint keeps the encoder's tensors. Raises CheckpointError where it holds none."""
         return layout_of(self.family.visual_names(self.encoder), read_index(self.directory))
 
-    def preprocess(self, variant: Variant = "fast", max_pixels: int = CPU_PIXELS) -> PreprocessSpec:
-        """`max_pixels`: of an image that is taken whole; the checkpoint's own cap holds too."""
+    def preprocess(self, variant: Variant = "fast", max_pixels: int = 0) -> PreprocessSpec:
+        """`max_pixels`: of an image that is taken whole, beside the checkpoint's own cap; 0: that alone."""
         spec = self.family.preprocess(self.config, self.processor, variant)
-        return replace(spec, rule=capped(spec.rule, max_pixels))
+        return replace(spec, rule=capped(spec.rule, max_pixels)) if max_pixels else spec
 
     @cached_property
     def revision(self) -> str:

@@ -65,6 +65,7 @@ class EngineOptions(Checked):
 
     @property
     def pixel_cap(self) -> int:
+        """Of an image that a tower takes whole."""
         return self.max_pixels or (CPU_PIXELS if self.device == "cpu" else ACCELERATOR_PIXELS)
 
     @property

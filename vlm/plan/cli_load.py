@@ -11,9 +11,11 @@ import typer
 
 from encoder.geometry import TYPICAL_IMAGE, Grid, TowerShape
 from llm.cost import CostError
+from preprocess.own_size import capped
 from preprocess.types import TileGrid
 from vlm.cli.images import check_stdin, naming, read_image
-from vlm.cli.options import Json
+from vlm.cli.options import Json, MaxPixels
+from vlm.config import ACCELERATOR_PIXELS, CPU_PIXELS
 from vlm.headers import read_header
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
 from vlm.plan.labs import image_lab as images
@@ -97,6 +99,7 @@ def image(
     block_size: Annotated[
         int, typer.Option(min=0, help="Positions of a KV block; 0: 1, for a checkpoint the engine's.")
     ] = 0,
+    max_pixels: MaxPixels = 0,
     exact: Exact = False,
     as_json: Json = False,
     plot: Plot = None,
@@ -127,10 +130,11 @@ def image(
         if chosen.tiling is None:
             raise CostError(f"{chosen.name} has no tiling rule")
         sizes = _probe_sizes(photos)
+        rule = capped(chosen.tiling, max_pixels or (CPU_PIXELS if machine == "this" else ACCELERATOR_PIXELS))
         costs = images.costs_of_images(
-            sizes, chosen.tiling, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
+            sizes, rule, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
         )
-        grids = [chosen.tiling.grid(*size, detail) for size in sizes]
+        grids = [rule.grid(*size, detail) for size in sizes]
         markers = sum(cost.prompt_tokens - cost.visual_tokens for cost in costs)
     plan = images.plan_image(
         decoder,
