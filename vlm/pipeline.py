@@ -235,7 +235,7 @@ class Pipeline:
                 flight.task.cancel()
 
     async def _make_tiles(self, image: PlannedImage, flight: _Flight) -> None:
-        """Decodes and tiles an image and hands it to the engine; an image that fails tells the engine so."""
+        """Decodes and tiles an image and hands it to the engine; a failure is reported to the engine."""
         started = time.monotonic()
         try:
             tiles = await self.preprocess.tiles(
@@ -258,7 +258,7 @@ class Pipeline:
             self._end_flight(image.key, flight)
 
     async def _fail_flight(self, key: VisualKey, flight: _Flight, code: str, message: str) -> None:
-        """The flight ends before its failure is told: who wants the image from then on gets another."""
+        """The flight ends before its failure is reported: later requests for the image get another."""
         flight.failed = True
         self._end_flight(key, flight)
         with contextlib.suppress(EngineUnavailable):

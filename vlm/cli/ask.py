@@ -69,7 +69,7 @@ async def answer(pipeline: Pipeline, images: Sequence[bytes], question: str, par
 async def answer_messages(
     pipeline: Pipeline, question: str, messages: Sequence[ChatMessage], params: SamplingParams
 ) -> Reply:
-    """Waits for the whole answer to `messages`; `question` is what it is told under."""
+    """Waits for the whole answer to `messages`; `question` is what it is printed under."""
     prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", messages, params)
     try:
         whole = await pipeline.answer(prepared)
