@@ -1,4 +1,4 @@
-"""Event streams by request: fed from an engine's events, read by the request's handler, gathered to an answer."""
+"""Event streams by request: fed from an engine's events, read by the handler, gathered into an answer."""
 
 from __future__ import annotations
 
