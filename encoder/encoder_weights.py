@@ -122,7 +122,9 @@ def _read(
     folded = {name for source in sources.values() if source.fold in rounds for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
+            raise CheckpointError(
+                f"{name} has dtype {entries[name].dtype}, which is not a floating-point type"
+            )
     parts: dict[str, Tensor] = {}
     for file in sorted({entries[name].file for name in wanted}):
         with safe_open(file, framework="pt") as handle:
@@ -142,6 +144,8 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined[None]
     if source.fold == "transpose":
         return joined.t().contiguous()
+    if source.fold == "channel_major":
+        return joined.unflatten(1, (-1, config.connector.reduction**2)).transpose(1, 2).flatten(1)
     if source.fold == "plus_one":
         return joined + 1
     if source.fold == "layer_scale":

@@ -25,7 +25,7 @@ class BeamRounds:
         processed = [log_softmax(seq.sampler.process(row)) for seq, row in zip(parents, rows, strict=True)]
         ranked = beam.rank([seq.score for seq in parents], processed)
         if not ranked:
-            raise RequestError("invalid_sampling_params", "These settings leave beam search no token.")
+            raise RequestError("invalid_sampling_params", "These settings leave beam search without a token.")
         live = beam.live(ranked)
         num_top, num_tokens = group.request.params.logprobs, parents[0].num_generated + 1
         told = {ext: _told(rows[ext.parent], ext, num_top) for ext in ranked}

@@ -152,7 +152,7 @@ class Committer:
     def _score_prompt(
         self, group: Group, seq: Sequence, start: int, rows: np.ndarray, num_top: int, events: list[Event]
     ) -> None:
-        """Row i, of position start + i, scores the token after it; positions told before are skipped."""
+        """Row i, of position start + i, scores the token after it; positions reported before are skipped."""
         scores = []
         for position in range(max(start, group.num_scored), start + len(rows)):
             if position + 1 < seq.num_prompt:

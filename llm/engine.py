@@ -167,7 +167,7 @@ class Engine:
         queued = {id(group) for group in self._scheduler.queues.waiting + self._scheduler.queues.running}
         assert queued == {id(group) for group in self._groups.values()}, "a group is lost or left over"
         held = any(group.held for group in self._groups.values())
-        assert held or self._wants.num_awaited == 0, "a visual key is awaited by nobody"
+        assert held or self._wants.num_awaited == 0, "a visual key is awaited by no request"
 
     def _group(self, request: Request) -> Group:
         """Raises RequestError."""
@@ -245,7 +245,7 @@ class Engine:
         counters.step_ms_ema = seconds * 1e3 if counters.steps == 1 else ema + 0.1 * (seconds * 1e3 - ema)
 
     def _fitted(self, request: Request) -> Request:
-        """With `max_tokens` cut to what the pool holds beside the prompt, where that is nobody's wish."""
+        """With `max_tokens` cut to what the pool holds beside the prompt, where no client chose it."""
         params = request.params
         if not params.fit_max_tokens:
             return request

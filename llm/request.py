@@ -58,7 +58,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     max_tokens: int = 256
-    fit_max_tokens: bool = False  # nobody asked for so many: fewer do where the KV cache holds no more
+    fit_max_tokens: bool = (
+        False  # a default, not a client's number: fewer do where the KV cache holds no more
+    )
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0

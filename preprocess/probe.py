@@ -95,7 +95,7 @@ def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
     exif = b""
     offsets = _tiff_pages(data, limits) if name == "TIFF" else [0]
     if not 0 <= page < len(offsets):
-        raise ImageError("image_page_not_found", "The image has no such page.")
+        raise ImageError("image_page_not_found", "The image does not have that page.")
     if name == "JPEG":
         image, exif = open_jpeg(data)
     elif name == "PNG":

@@ -11,6 +11,13 @@ Detail = Literal["auto", "low", "high"]
 Variant = Literal["fast", "exact"]
 
 
+def check_positive(**values: int) -> None:
+    """Raises ValueError with the name of a value that is no positive integer."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer")
+
+
 class ImageError(ValueError):
     """An image this service will not process. `message` is a fixed text, safe to show a client."""
 
@@ -22,7 +29,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What the header tells, without decoding a pixel."""
+    """What the header says, without decoding a pixel."""
 
     sha256: str  # 64 hex digits of the file's bytes: the image's identity (`page_digest` for page > 0)
     format: str  # "JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"

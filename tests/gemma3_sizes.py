@@ -1,4 +1,4 @@
-"""config.json of Gemma 3's three published sizes. They leave out what Gemma3TextConfig gives a 4B by itself."""
+"""config.json of Gemma 3's published sizes. They leave out what a 4B has from Gemma3TextConfig."""
 
 from __future__ import annotations
 

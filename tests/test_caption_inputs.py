@@ -80,7 +80,7 @@ def test_loops_of_links_end(folder: Path) -> None:
         ([], "give files"),
         (["nowhere"], "does not exist"),
         (["scans/*.bmp"], "matches nothing"),
-        (["@no.txt"], "no list file"),
+        (["@no.txt"], "list file no.txt does not exist"),
     ],
 )
 def test_arguments_that_lead_nowhere_are_refused_at_once(

@@ -38,6 +38,7 @@ from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineClient, EngineUnavailable
 from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
+from workers.contract.streams import Answer, gather
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Pipeline:
             grid=grid,
             spec=spec,
             key=self.spec.visual_key(info.sha256, spec, namespace),
-            num_tokens=self.spec.geometry.num_visual_tokens(grid.num_tiles),
+            num_tokens=self.spec.geometry.rows(grid),
         )
 
     def prepare(
@@ -210,6 +211,10 @@ class Pipeline:
         finally:
             self._leave_flights(request_id)
 
+    async def answer(self, prepared: PreparedRequest) -> Answer:
+        """Waits for the whole answer. Raises `AnswerFailed` and `EngineUnavailable`."""
+        return await gather(self.run(prepared))
+
     def _join_flight(self, image: PlannedImage, request: Request) -> _Flight:
         """Single flight: the tiles of an image are made once, however many requests wait for them."""
         flight = self._flights.get(image.key)
@@ -230,7 +235,7 @@ class Pipeline:
                 flight.task.cancel()
 
     async def _make_tiles(self, image: PlannedImage, flight: _Flight) -> None:
-        """Decodes and tiles an image and hands it to the engine; an image that fails tells the engine so."""
+        """Decodes and tiles an image and hands it to the engine; a failure is reported to the engine."""
         started = time.monotonic()
         try:
             tiles = await self.preprocess.tiles(
@@ -253,7 +258,7 @@ class Pipeline:
             self._end_flight(image.key, flight)
 
     async def _fail_flight(self, key: VisualKey, flight: _Flight, code: str, message: str) -> None:
-        """The flight ends before its failure is told: who wants the image from then on gets another."""
+        """The flight ends before its failure is reported: later requests for the image get another."""
         flight.failed = True
         self._end_flight(key, flight)
         with contextlib.suppress(EngineUnavailable):

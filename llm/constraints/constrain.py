@@ -190,7 +190,7 @@ class Grammars:
         return self._compiler.compile(kind, text)
 
     def _renewed(self, kept: _Kept, kind: str, text: str) -> _Kept:
-        """Its successor once that is compiled; nobody waits for it."""
+        """Its successor once that is compiled; nothing waits for it."""
         if kept.num_uses < self._limits.max_uses or not _succeeded(kept.compiled):
             return kept
         if kept.successor is None:

@@ -177,7 +177,7 @@ class Group:
         self.claims: list[BlockKey] = []
 
         self.num_cached: int | None = None  # prompt tokens found at the first admission
-        self.num_scored = 0  # prompt positions whose log-probabilities have been told
+        self.num_scored = 0  # prompt positions whose log-probabilities have been reported
         self.num_completion = 0
         self.num_longest = 0
         self.submitted_s = now

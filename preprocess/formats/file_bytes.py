@@ -12,7 +12,7 @@ class FileBytes:
     """Parts of a file by its descriptor. Not mapped: where a mapped file shrinks or its disk fails, the
     system ends the whole process.
 
-    `fault` is the first OSError that reading raised, for whoever takes it for damage of the content.
+    `fault` is the first OSError that reading raised, for those that would take it for damage of the content.
     """
 
     def __init__(self, descriptor: int) -> None:

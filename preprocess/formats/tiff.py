@@ -51,6 +51,7 @@ PIXEL_TAGS = frozenset(
 )
 """Tags without which pixels come out otherwise, or not at all. Pillow gets no other."""
 
+_LONGEST_FILE = (1 << 63) - 1
 MAX_ENTRIES = 4096  # of a directory
 _NUM_KIND_ENTRIES = 8  # what a directory is stands among the first: entries are in order of their tags
 _DIRECTORIES_PER_PAGE = 4
@@ -118,7 +119,7 @@ def layout_of(data: Buffer) -> Layout:
 def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     """Where each page's directory stands; a broken chain ends at its last readable page.
 
-    Smaller versions of a page and masks are no pages, unless there is nothing else. Raises ImageError
+    Smaller versions of a page and masks don't count as pages, unless there is nothing else. Raises ImageError
     `invalid_image` if there is none or an offset is that of no file, `too_many_pages` beyond `max_pages`.
     """
     layout = layout_of(data)
@@ -132,6 +133,8 @@ def page_offsets(data: Buffer, max_pages: int) -> list[int]:
             (next_offset,) = unpack(layout.offset, data, start + count * layout.entry_bytes)
             seen.add(offset)
             (others if _is_no_page(data, layout, start, count) else pages).append(offset)
+            if next_offset > _LONGEST_FILE:
+                raise invalid_image()
             if len(pages) > max_pages:
                 raise ImageError("too_many_pages", f"The document has more than {max_pages} pages.")
             offset = next_offset

@@ -1,4 +1,4 @@
-"""What a request costs, told before it runs: tiles, tokens, KV bytes, expected time to first token."""
+"""What a request costs, known before it runs: tiles, tokens, KV bytes, expected time to first token."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def estimate(body: EstimateRequest, request: Request) -> Estimate:
         images=_costs(service, prepared),
         expected_ttft_ms=ExpectedTtft(
             cold=service.rates.expected_ttft_ms(
-                megapixels, sum(image.grid.num_tiles for image in unique), prompt.num_tokens
+                megapixels, sum(image.num_tokens for image in unique), prompt.num_tokens
             ),
             warm=service.rates.expected_ttft_ms(0, 0, after_images),
         ),

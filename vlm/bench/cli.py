@@ -17,7 +17,7 @@ _LINES = "\n".join(f"  {name:11} {about}" for name, about in BENCHMARKS.items())
 _PARTS = " ".join(f"Parts of {name}: {', '.join(parts)}." for name, parts in PARTS.items())
 HELP = f"""Measure this installation beside its peers and its machine's limits.
 
-A run takes one to ten minutes on a quiet machine, and says on stderr what it is at.
+A run takes one to ten minutes on a quiet machine, and reports its progress on stderr.
 
 \b
 Benchmarks:
@@ -40,7 +40,9 @@ def bench_command(
     seconds: Annotated[
         float | None, typer.Option(min=1, help="How long the part soak lasts.", show_default="300")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rounds: a quick look, not figures to quote.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     if name not in BENCHMARKS:

@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 TEXT_NOT_DRAWN = PageWarning(
     "text_not_drawn",
-    "Text of the page is not in its picture: fonts are missing that the PDF does not bring along.",
+    "Some text of the page is missing from its picture: the PDF does not embed the fonts, and they are not "
+    "installed.",
 )
 
 
@@ -82,7 +83,7 @@ class Refusal:
 
 
 async def outcome(where: str, making: Awaitable[T]) -> T | Refusal:
-    """What is made of a file. Nothing that a file does ends a run: what nobody foresaw is logged and its row
+    """What is made of a file. Nothing that a file does ends a run: an unforeseen error is logged and its row
     says that the fault is ours."""
     try:
         return await making
@@ -95,7 +96,7 @@ async def outcome(where: str, making: Awaitable[T]) -> T | Refusal:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[BufferedReader]:
-    """The file, opened. Raises `UnreadableFile`, also for an OSError of whoever reads it."""
+    """The file, opened. Raises `UnreadableFile`, also for an OSError while it is read."""
     try:
         # without waiting: a pipe's opening would last until somebody writes into it
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -176,7 +177,7 @@ def _check_format(path: str, head: bytes) -> None:
         if not head:
             return  # told as an empty image
         if path.lower().endswith(".pdf"):
-            raise ImageError("invalid_pdf", "The file is named .pdf but is no PDF.") from None
+            raise ImageError("invalid_pdf", "The file is named .pdf but is not a PDF.") from None
         raise ImageError(error.code, f"{error.message} PDFs are read too.") from None
 
 

@@ -84,7 +84,7 @@ def _check_list(path: str) -> None:
         if S_ISREG(os.stat(path).st_mode):
             return
     except FileNotFoundError:
-        raise InputError(f"there is no list file {path}") from None
+        raise InputError(f"the list file {path} does not exist") from None
     raise InputError(f"the list file {path} is a folder, a pipe or a device; it must be a regular file")
 
 
@@ -101,8 +101,8 @@ def find_sources(
 ) -> Iterator[Source]:
     """Files in the arguments' order. A file that is named twice comes twice; its rows are written once.
 
-    outputs: of this run; where they are found among the inputs they are no documents. ordered: for a large
-    folder natural order costs time and memory, which whoever only counts has no use for.
+    outputs: of this run; where they are found among the inputs they are not documents. ordered: for a large
+    folder natural order costs time and memory, which a mere count has no use for.
     """
     skipped = skipped if skipped is not None else Skipped()
     names = {os.path.basename(output) for output in outputs}
