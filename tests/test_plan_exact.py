@@ -90,7 +90,7 @@ def blocks_of_a_run(prompt: Prompt, visual_tokens: int) -> int:
 class Letters:
     """A tokenizer of which only the text stream is needed."""
 
-    def decoder(self) -> Letters:
+    def decoder(self, skip_special: bool | None = None) -> Letters:
         return self
 
     def push(self, token_id: int) -> str:
