@@ -53,6 +53,7 @@ class FamilyCase:
     old_names: Mapping[str, str] = field(default_factory=dict)  # prefix of the newest form: of an older one
     tokenizer: Callable[[tuple[str, ...]], str] = lambda specials: byte_level(specials)
     norm_offset: float = 0.0  # added to the last norm's weight by the model itself
+    takes: Callable[[int, int], bool] = lambda width, height: True  # sizes that the reference can take
 
 
 @cache
@@ -392,6 +393,56 @@ def gemma3_case(name: str, **text: Any) -> FamilyCase:
     )
 
 
+# LightOnOCR
+
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "image_size": 112,
+    "patch_size": 7,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
+
+
+def pixtral_processor(**settings: Any) -> dict[str, Any]:
+    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, **settings}
+
+
+def lighton_ocr_case(name: str, multiple: int, **text: Any) -> FamilyCase:
+    """multiple: pixels that the processor rounds up to; a cell has 14."""
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": "lighton_ocr",
+            "text_config": {**TEXT, **QWEN3, "vocab_size": vocab_size, **text},
+            "vision_config": PIXTRAL,
+            "image_token_id": ids["<|image_pad|>"],
+            "tie_word_embeddings": True,
+        }
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+        named={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        processor={
+            "processor_class": "LightOnOcrProcessor",
+            "patch_size": 7,
+            "image_processor": pixtral_processor(patch_size={"height": multiple, "width": multiple}),
+        },
+        template=CHATML.replace("IMAGE", "<|image_pad|>"),
+        takes=lambda width, height: min(width, height) / max(1, max(width, height) / 112) >= 8,
+    )
+
+
 CASES: tuple[FamilyCase, ...] = (
     DOCLING,
     idefics3_case(
@@ -408,6 +459,8 @@ CASES: tuple[FamilyCase, ...] = (
             "fps": 1,
         },
     ),
+    lighton_ocr_case("lighton_ocr", 14),
+    lighton_ocr_case("lighton_ocr_odd_patches", 7, rms_norm_eps=1e-3),
     gemma3_case("gemma3_wide_window"),
     gemma3_case("gemma3_window_cuts_the_span", sliding_window=12, num_key_value_heads=4),
     internvl_case("internvl_300m_qwen2", QWEN2 | {"tie_word_embeddings": True}),

@@ -108,7 +108,9 @@ class Checked:
         for name, rule in _rules(cls).items():
             value = getattr(self, name)
             if accepted := rule.problem(value):
-                found.append(f"{name} must be {accepted}" + ("" if rule.is_secret else f", not {value!r:.80}"))
+                found.append(
+                    f"{name} must be {accepted}" + ("" if rule.is_secret else f", not {value!r:.80}")
+                )
         if found:
             raise ConfigError("; ".join(found))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from llm.request import Delta, Timings, TokenLogprob, Usage
 from llm.text.outputs import LeadingSpaces, without_spaces
 from vlm.api.chat.generate import Generation
 from vlm.requests.errors import ApiError, error_body
+from workers.contract.streams import gather
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -34,9 +35,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-def timings_json(timings: Timings | None) -> dict[str, float] | None:
-    if timings is None:
-        return None
+def timings_json(timings: Timings) -> dict[str, float]:
     return {name: round(value, 3) for name, value in asdict(timings).items()}
 
 
@@ -75,14 +74,6 @@ class LogprobsWriter:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
 
-@dataclass
-class _Choice:
-    writer: LogprobsWriter
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str = "stop"
-
-
 def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any]:
     service = generation.service
     return {
@@ -98,29 +89,25 @@ def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any
 async def completion(generation: Generation, service_tier: str = "default") -> dict[str, Any]:
     """Reads a generation to its end. Raises ApiError."""
     wants_logprobs = generation.prepared.request.params.logprobs is not None
-    choices = [_Choice(LogprobsWriter(generation)) for _ in range(generation.num_choices)]
-    async with contextlib.aclosing(generation.events()) as events:
-        async for event in events:
-            choice = choices[event.choice]
-            if isinstance(event, Delta):
-                choice.texts.append(event.text)
-                choice.logprobs += choice.writer.json(event.logprobs)
-            else:
-                choice.finish_reason = event.reason
-    assert generation.usage is not None  # `events` ends with it or raises
+    answer = await gather(generation.events())
     return {
         **_head(generation, "chat.completion", service_tier),
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
                 "finish_reason": choice.finish_reason,
-                "logprobs": {"content": choice.logprobs, "refusal": None} if wants_logprobs else None,
+                "logprobs": {
+                    "content": LogprobsWriter(generation).json(choice.logprobs),
+                    "refusal": None,
+                }
+                if wants_logprobs
+                else None,
             }
-            for index, choice in enumerate(choices)
+            for index, choice in enumerate(answer.choices)
         ],
-        "usage": usage_json(generation.usage),
-        "timings": timings_json(generation.timings),
+        "usage": usage_json(answer.usage),
+        "timings": timings_json(answer.timings),
     }
 
 
