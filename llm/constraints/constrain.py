@@ -132,7 +132,7 @@ class Grammars:
         eos_ids: frozenset[int],
         vocab_size: int,
         limits: GrammarLimits | None = None,
-        others: Mapping[bool, tuple[bytes, ...]] | None = None,
+        others: Mapping[bool | None, tuple[bytes, ...]] | None = None,
     ) -> None:
         """`vocab_size`: columns of the logits. `others`: the vocabulary for requests that say whether special
         tokens are skipped, where it differs. Raises ValueError without an end token."""
