@@ -13,6 +13,7 @@ from encoder.revision import encoder_revision
 from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
+from llm.text.tokenizer import Tokenizer
 from preprocess.own_size import capped
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
@@ -69,6 +70,14 @@ class Checkpoint:
         if family is None:
             return DecoderShape.from_config(self.config)
         return DecoderShape.from_config(self.config, family.tied_default, family.text_type)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """With the markup that its family's answers hold."""
+        family = find_family(self.config)
+        if family is None:
+            return Tokenizer.from_directory(self.directory)
+        return Tokenizer.from_directory(self.directory, family.markup)
 
     @property
     def text_names(self) -> TextNames:
