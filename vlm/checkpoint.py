@@ -14,6 +14,7 @@ from encoder.revision import encoder_revision
 from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
+from llm.text.tokenizer import Tokenizer
 from preprocess.own_size import capped
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
@@ -75,6 +76,14 @@ class Checkpoint:
         with suppress(ConfigError):
             shape = replace(shape, keeps_all=any(self.decoder.windows))
         return shape
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """With the markup that its family's answers hold."""
+        family = find_family(self.config)
+        if family is None:
+            return Tokenizer.from_directory(self.directory)
+        return Tokenizer.from_directory(self.directory, family.markup)
 
     @property
     def text_names(self) -> TextNames:
