@@ -71,7 +71,9 @@ class Checkpoint:
         Of a decoder that this engine runs, as it holds the KV cache.
         """
         family = find_family(self.config)
-        told = {} if family is None else {"tied_default": family.tied_default, "text_type": family.text_type}
+        told: dict[str, Any] = (
+            {} if family is None else {"tied_default": family.tied_default, "text_type": family.text_type}
+        )
         shape = DecoderShape.from_config(self.config, **told)
         with suppress(ConfigError):
             shape = replace(shape, keeps_all=any(self.decoder.windows))
