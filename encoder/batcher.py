@@ -1,7 +1,7 @@
 """Tiles of all waiting images in ragged batches: plan, encode, commit. Pure bookkeeping around one callable.
 
 Rules
-- Single flight: one job per key, whoever else asks waits for it; what is cached or waiting isn't queued.
+- Single flight: one job per key, others who ask wait for it; what is cached or waiting isn't queued.
 - A batch has at most `max_tiles` tiles of any number of images of one priority class, without padding, and
   fewer where these would take over `max_step_s`. An image with more is spread over steps, and after each
   batch that it fills alone the others go first.
@@ -9,7 +9,7 @@ Rules
   Batch-class tiles come `max_batch_tiles` at a time, so that it doesn't wait long for those under way either.
   Once a batch-class image has waited `ageing_s`, its class gets every second step; so interactive work takes
   at most twice its own steps and one, and batch work is never starved.
-- A job that nobody holds in the cache any more is dropped before its next tile.
+- A job that no request holds in the cache any more is dropped before its next tile.
 - If an encode fails, its slices are tried one by one, and only the keys that fail alone are failures.
 """
 
@@ -141,7 +141,7 @@ class TileBatcher:
         attempt.
         """
         if not len(tiles):
-            raise ValueError("an image has at least one tile")
+            raise ValueError("an image must have at least one tile")
         cached = self.cache.get(key)
         if cached is not None:
             if len(cached) == len(tiles) * self._tokens_per_tile:
@@ -310,7 +310,7 @@ class TileBatcher:
         return self.cache.holds(job.key) > 0 and job.key not in self.cache
 
     def _forget_unwanted(self) -> None:
-        """Jobs with tiles left that nobody holds or that came another way."""
+        """Jobs with tiles left that no request holds or that came another way."""
         for job in [job for job in self._jobs.values() if job.left and not self._wanted(job)]:
             self.cancel(job.key)
 

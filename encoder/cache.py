@@ -21,9 +21,9 @@ class CacheCounters:
 class VisualCache:
     """Least recently used entries go first once `max_bytes` is exceeded; a held entry never goes.
 
-    A key may be held before its entry arrives. What nobody holds is kept only within the cap; an entry larger
+    A key may be held before its entry arrives. Unheld entries are kept only within the cap; an entry larger
     than the cap therefore serves those who hold it and leaves with the last of them. Values need `nbytes`.
-    A failure is known as long as somebody holds its key: whoever comes later did not wait for it.
+    A failure is known as long as a request holds its key: those that come later did not wait for it.
     Not thread-safe: one owner.
     """
 
@@ -102,7 +102,7 @@ class VisualCache:
         self._trim()
 
     def fail(self, key: str, failure: Failure) -> None:
-        """The entry can't be had; told to those who hold the key now."""
+        """The entry can't be had; reported to those who hold the key now."""
         if self.holds(key) and key not in self._entries:
             self._failures[key] = failure
 
@@ -113,7 +113,7 @@ class VisualCache:
         self._failures.pop(key, None)
 
     def drop(self, key: str) -> None:
-        """Forgets an entry that is not what its key says, whoever holds it."""
+        """Forgets an entry that is not what its key says, even if it is held."""
         if key in self._entries:
             self._doomed.discard(key)
             self._remove(key)

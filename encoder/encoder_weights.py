@@ -122,7 +122,9 @@ def _read(
     folded = {name for source in sources.values() if source.fold in rounds for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{name} has dtype {entries[name].dtype}, which is no floating-point type")
+            raise CheckpointError(
+                f"{name} has dtype {entries[name].dtype}, which is not a floating-point type"
+            )
     parts: dict[str, Tensor] = {}
     for file in sorted({entries[name].file for name in wanted}):
         with safe_open(file, framework="pt") as handle:

@@ -8,7 +8,7 @@ _WEIGHT = 0.5  # of the latest batch in the mean
 class TileBudget:
     """At least one tile, and as many more as take `max_step_s` at the rate of late. None: no bound.
 
-    One tile until a rate is known, so that the first step of a slow tower is no long one.
+    One tile until a rate is known, so that the first step of a slow tower is not a long one.
     """
 
     def __init__(self, max_step_s: float | None) -> None:

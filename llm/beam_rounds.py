@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm.request import FinishReason, TokenLogprob
+from llm.request import FinishReason, RequestError, SamplingParams, TokenLogprob
 from llm.sampling.beam import BeamSearch, Extension, Hypothesis
 from llm.sampling.sampler import log_softmax, token_logprob
 from llm.scheduling.blocks import BlockPool
 from llm.scheduling.sequence import Group, Sequence
+from llm.text.outputs import TextStream, TokenText
 
 
 class BeamRounds:
@@ -17,12 +18,14 @@ class BeamRounds:
 
     def advance(self, group: Group, rows: list[np.ndarray]) -> bool:
         """Ranks all extensions, ends some, forks the rest. `rows[i]`: float32 [vocab] of member i.
-        True when the search is over; the group's members are then as before."""
+        True when the search is over; the group's members are then as before. Raises RequestError."""
         beam, parents = group.beam, list(group.members)
         assert beam is not None
         group.fork_at = parents[0].num_prompt
         processed = [log_softmax(seq.sampler.process(row)) for seq, row in zip(parents, rows, strict=True)]
         ranked = beam.rank([seq.score for seq in parents], processed)
+        if not ranked:
+            raise RequestError("invalid_sampling_params", "These settings leave beam search without a token.")
         live = beam.live(ranked)
         num_top, num_tokens = group.request.params.logprobs, parents[0].num_generated + 1
         told = {ext: _told(rows[ext.parent], ext, num_top) for ext in ranked}
@@ -78,3 +81,19 @@ def _told(row: np.ndarray, ext: Extension, num_top: int | None) -> list[TokenLog
 def _hypothesis(seq: Sequence, ext: Extension, reason: FinishReason, last: list[TokenLogprob]) -> Hypothesis:
     token_ids = (*seq.tokens[seq.num_prompt :], ext.token_id)
     return Hypothesis(token_ids, ext.score / len(token_ids), reason, (*seq.logprobs, *last))
+
+
+def beam_text(
+    hypothesis: Hypothesis, params: SamplingParams, tokens: TokenText, eos_ids: frozenset[int]
+) -> tuple[str, FinishReason]:
+    """Its text up to the first stop string, and why it ends."""
+    stream, text = TextStream(tokens, params), ""
+    for token_id in hypothesis.token_ids:
+        if token_id in eos_ids and not params.ignore_eos:
+            break
+        piece, stopped = stream.push(token_id)
+        text += piece
+        if stopped:
+            return text, "stop"
+    rest, stopped = stream.flush()
+    return text + rest, "stop" if stopped else hypothesis.reason

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import numpy as np
 
-from llm.beam_rounds import BeamRounds
-from llm.engine_stats import EngineCounters
+from llm.beam_rounds import BeamRounds, beam_text
+from llm.engine_stats import EngineCounters, timings_of, usage_of
 from llm.request import (
     Delta,
     Event,
@@ -14,10 +18,7 @@ from llm.request import (
     FinishReason,
     PromptLogprobs,
     RequestError,
-    Timings,
-    Usage,
 )
-from llm.sampling.beam import Hypothesis
 from llm.sampling.sampler import token_logprob
 from llm.scheduling.blocks import BlockPool
 from llm.scheduling.picks import Batch, Pick
@@ -25,6 +26,11 @@ from llm.scheduling.scheduler import Scheduler
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.visual_wants import VisualWants
 from llm.text.outputs import TextStream, TokenText
+
+log = logging.getLogger(__name__)
+
+ENGINE_FAULT = "The engine failed while it worked on this request."
+_NO_NUMBERS = "The model gave no usable numbers for this request."
 
 
 class Committer:
@@ -50,38 +56,67 @@ class Committer:
         self._beams = BeamRounds(pool)
 
     def commit(self, batch: Batch, logits: np.ndarray, now: float, events: list[Event]) -> None:
-        """`logits`: float32 [sum of num_logits, vocab], in pick order."""
-        best: list[int] = logits.argmax(axis=1).tolist() if len(logits) else []
+        """`logits`: float32 [sum of num_logits, vocab], in pick order. What a request's own settings raise
+        ends that request."""
+        best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
+        usable = np.isfinite(logits[np.arange(len(best)), best])  # argmax finds a nan
         beams: dict[int, tuple[Group, list[np.ndarray]]] = {}
         row = 0
         for pick in batch.picks:
-            group, seq = pick.group, pick.seq
-            if self._groups.get(group.id) is not group:  # a sibling's constraint failed in this step
-                row += pick.num_logits
-                continue
-            rows = logits[row : row + pick.num_logits]
-            if seq.draft:
-                self._verify(pick, rows, best[row : row + pick.num_logits], now, events)
-                row += pick.num_logits
-                continue
-            self._advance(pick, rows, now, events)
-            if pick.num_logits and seq.num_computed == len(seq.tokens):
-                last = row + pick.num_logits - 1
-                if group.beam is not None:
-                    beams.setdefault(id(group), (group, []))[1].append(logits[last])
-                elif seq.sampler.is_plain_greedy and group.width == 1 and seq.matcher is None:
-                    self._accept(group, seq, best[last], logits[last], now, events)
-                else:
-                    try:
-                        self._draw(group, seq, logits[last], now, events)
-                    except RequestError as error:
-                        self._refuse(group, error, now, events)
+            mine = slice(row, row + pick.num_logits)
             row += pick.num_logits
+            with self._blaming(pick.group, now, events) as is_alive:
+                if not is_alive:  # a sibling failed in this step
+                    continue
+                if not usable[mine].all():
+                    raise RequestError("internal_error", _NO_NUMBERS)
+                self._take(pick, logits[mine], best[mine].tolist(), beams, now, events)
         for group, group_rows in beams.values():
-            group.first_token_s = now if group.first_token_s is None else group.first_token_s
-            group.last_token_s = now
-            if self._beams.advance(group, group_rows):
-                self._finish_beams(group, now, events)
+            with self._blaming(group, now, events) as is_alive:
+                if is_alive:
+                    self._advance_beams(group, group_rows, now, events)
+
+    @contextlib.contextmanager
+    def _blaming(self, group: Group, now: float, events: list[Event]) -> Iterator[bool]:
+        """Gives whether the group is alive; ends it if something is raised."""
+        try:
+            yield self._groups.get(group.id) is group
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("a request failed after its step")
+                error = RequestError("internal_error", ENGINE_FAULT)
+            if self._groups.get(group.id) is group:
+                self._refuse(group, error, now, events)
+
+    def _take(
+        self,
+        pick: Pick,
+        rows: np.ndarray,
+        best: list[int],
+        beams: dict[int, tuple[Group, list[np.ndarray]]],
+        now: float,
+        events: list[Event],
+    ) -> None:
+        """One pick's logits: its tokens, or its row for the beams of its group."""
+        group, seq = pick.group, pick.seq
+        if seq.draft:
+            self._verify(pick, rows, best, now, events)
+            return
+        self._advance(pick, rows, now, events)
+        if not pick.num_logits or seq.num_computed != len(seq.tokens):
+            return
+        if group.beam is not None:
+            beams.setdefault(id(group), (group, []))[1].append(rows[-1])
+        elif seq.sampler.is_plain_greedy and group.width == 1 and seq.matcher is None:
+            self._accept(group, seq, best[-1], rows[-1], now, events)
+        else:
+            self._draw(group, seq, rows[-1], now, events)
+
+    def _advance_beams(self, group: Group, rows: list[np.ndarray], now: float, events: list[Event]) -> None:
+        group.first_token_s = now if group.first_token_s is None else group.first_token_s
+        group.last_token_s = now
+        if self._beams.advance(group, rows):
+            self._finish_beams(group, now, events)
 
     def _verify(self, pick: Pick, rows: np.ndarray, best: list[int], now: float, events: list[Event]) -> None:
         """Draws at each position as if there were no draft, for as long as the draw agrees with it. KV that
@@ -90,16 +125,13 @@ class Committer:
         draft, seq.draft = (*seq.draft, None), ()
         is_plain = seq.sampler.is_plain_greedy and seq.matcher is None
         num_accepted = 0
-        try:
-            for guess, row, likeliest in zip(draft, rows, best, strict=True):
-                seq.num_computed += 1
-                self._scheduler.prefixes.publish(group, seq)
-                token_id = likeliest if is_plain else self._sample(group, seq, row)
-                num_accepted += token_id == guess
-                if self._accept(group, seq, token_id, row, now, events) or token_id != guess:
-                    break
-        except RequestError as error:
-            self._refuse(group, error, now, events)
+        for guess, row, likeliest in zip(draft, rows, best, strict=True):
+            seq.num_computed += 1
+            self._scheduler.prefixes.publish(group, seq)
+            token_id = likeliest if is_plain else self._sample(group, seq, row)
+            num_accepted += token_id == guess
+            if self._accept(group, seq, token_id, row, now, events) or token_id != guess:
+                break
         if speculation is not None:
             speculation.observe(seq, len(draft) - 1, num_accepted)
 
@@ -120,7 +152,7 @@ class Committer:
     def _score_prompt(
         self, group: Group, seq: Sequence, start: int, rows: np.ndarray, num_top: int, events: list[Event]
     ) -> None:
-        """Row i, of position start + i, scores the token after it; positions told before are skipped."""
+        """Row i, of position start + i, scores the token after it; positions reported before are skipped."""
         scores = []
         for position in range(max(start, group.num_scored), start + len(rows)):
             if position + 1 < seq.num_prompt:
@@ -145,9 +177,9 @@ class Committer:
 
     def _fork_choices(self, group: Group, seq: Sequence) -> None:
         """The prompt is computed once; every choice goes on from its blocks."""
-        stop = group.request.params.stop
+        params = group.request.params
         for choice in range(1, group.width):
-            group.members.append(seq.fork(choice, TextStream(self._tokens, stop)))
+            group.members.append(seq.fork(choice, TextStream(self._tokens, params)))
             self._pool.retain(seq.table)
         group.fork_at = seq.num_computed
         for member in group.members:
@@ -204,7 +236,7 @@ class Committer:
             events.append(Finished(group.id, seq.choice, reason))
             return
         self._end(group, now)
-        events.append(Finished(group.id, seq.choice, reason, _usage(group), _timings(group, now)))
+        events.append(Finished(group.id, seq.choice, reason, usage_of(group), timings_of(group, now)))
 
     def _refuse(self, group: Group, error: RequestError, now: float, events: list[Event]) -> None:
         self._end(group, now)
@@ -220,53 +252,17 @@ class Committer:
         params, beam = group.request.params, group.beam
         assert beam is not None
         chosen = beam.finished[: params.n]
+        texts = [beam_text(hypothesis, params, self._tokens, self._eos_ids) for hypothesis in chosen]
         group.num_completion = sum(len(hypothesis.token_ids) for hypothesis in chosen)
         group.num_longest = max(len(hypothesis.token_ids) for hypothesis in chosen)
         self._counters.generated_tokens += group.num_completion
         self._end(group, now)
-        for choice, hypothesis in enumerate(chosen):
-            text, reason = self._beam_text(hypothesis, params.stop, params.ignore_eos)
+        for choice, (hypothesis, (text, reason)) in enumerate(zip(chosen, texts, strict=True)):
             events.append(Delta(group.id, choice, hypothesis.token_ids, text, hypothesis.logprobs))
             if reason == "stop":
                 self._counters.finished_stop += 1
             else:
                 self._counters.finished_length += 1
             is_last = choice + 1 == len(chosen)
-            usage, timings = (_usage(group), _timings(group, now)) if is_last else (None, None)
+            usage, timings = (usage_of(group), timings_of(group, now)) if is_last else (None, None)
             events.append(Finished(group.id, choice, reason, usage, timings))
-
-    def _beam_text(
-        self, hypothesis: Hypothesis, stop: tuple[str, ...], ignore_eos: bool
-    ) -> tuple[str, FinishReason]:
-        stream, text = TextStream(self._tokens, stop), ""
-        for token_id in hypothesis.token_ids:
-            if token_id in self._eos_ids and not ignore_eos:
-                break
-            piece, stopped = stream.push(token_id)
-            text += piece
-            if stopped:
-                return text, "stop"
-        rest, stopped = stream.flush()
-        return text + rest, "stop" if stopped else hypothesis.reason
-
-
-def _usage(group: Group) -> Usage:
-    prompt = group.request.prompt
-    return Usage(prompt.num_tokens, prompt.num_image_tokens, group.num_cached or 0, group.num_completion)
-
-
-def _timings(group: Group, now: float) -> Timings:
-    """queue + encode + prefill = time to first token."""
-    first_token = group.first_token_s if group.first_token_s is not None else now
-    scheduled = group.first_scheduled_s if group.first_scheduled_s is not None else first_token
-    queue_s = max(scheduled - group.submitted_s - group.encode_s, 0.0)
-    ttft_s = first_token - group.submitted_s
-    gaps = max(group.num_longest - 1, 1)
-    return Timings(
-        queue_ms=queue_s * 1e3,
-        encode_ms=group.encode_s * 1e3,
-        prefill_ms=max(ttft_s - queue_s - group.encode_s, 0.0) * 1e3,
-        ttft_ms=ttft_s * 1e3,
-        tpot_ms=(group.last_token_s - first_token) / gaps * 1e3,
-        total_ms=(now - group.submitted_s) * 1e3,
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.backend.base import Backend
-from llm.commit import Committer
+from llm.commit import ENGINE_FAULT, Committer
 from llm.engine_config import EngineConfig
 from llm.engine_stats import EngineCounters, EngineStats
 from llm.request import Event, Failed, Prompt, Request, RequestError, SamplingParams
@@ -28,9 +28,8 @@ from llm.text.outputs import TextStream, TokenText
 from llm.visuals import VisualSource
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from llm.constraints.constrain import Grammars
+    from llm.constraints.grammar import Compiled
 
 log = logging.getLogger(__name__)
 
@@ -76,22 +75,14 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError, with the numbers, if it can never be served."""
-        request = self._fitted(request)
-        self._check(request)
-        now = self._clock()
-        params, prompt = request.params, request.prompt
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        sampler = SamplerState(params, prompt.token_ids, self._backend.vocab_size, seed)
-        grammar = self._compile(params)
-        first = Sequence(0, list(prompt.token_ids), sampler, TextStream(self._tokens, params.stop))
-        ageing_s = self._config.ageing_s if request.priority == "batch" else 0.0
-        group = Group(request, first, (now + ageing_s, self._num_submitted), now)
-        if params.beam_width > 1:
-            group.beam = BeamSearch(params.beam_width, params.max_tokens, self._eos_ids)
-            if params.ignore_eos:
-                group.beam = BeamSearch(params.beam_width, params.max_tokens, frozenset())
-        if grammar is not None:
-            group.grammar = grammar
+        try:
+            group = self._group(request)
+        except RequestError:
+            raise
+        except Exception:
+            log.exception("a request could not be taken")
+            raise RequestError("internal_error", ENGINE_FAULT) from None
+        if group.grammar is not None:
             self._compiling.append(group)
         self._num_submitted += 1
         self._groups[request.id] = group
@@ -176,9 +167,28 @@ class Engine:
         queued = {id(group) for group in self._scheduler.queues.waiting + self._scheduler.queues.running}
         assert queued == {id(group) for group in self._groups.values()}, "a group is lost or left over"
         held = any(group.held for group in self._groups.values())
-        assert held or self._wants.num_awaited == 0, "a visual key is awaited by nobody"
+        assert held or self._wants.num_awaited == 0, "a visual key is awaited by no request"
 
-    def _compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
+    def _group(self, request: Request) -> Group:
+        """Raises RequestError."""
+        request = self._fitted(request)
+        self._check(request)
+        now = self._clock()
+        params, prompt = request.params, request.prompt
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sampler = SamplerState(params, prompt.token_ids, self._backend.vocab_size, seed)
+        grammar = self._compile(params)
+        first = Sequence(0, list(prompt.token_ids), sampler, TextStream(self._tokens, params))
+        ageing_s = self._config.ageing_s if request.priority == "batch" else 0.0
+        group = Group(request, first, (now + ageing_s, self._num_submitted), now)
+        if params.beam_width > 1:
+            group.beam = BeamSearch(params.beam_width, params.max_tokens, self._eos_ids)
+            if params.ignore_eos:
+                group.beam = BeamSearch(params.beam_width, params.max_tokens, frozenset())
+        group.grammar = grammar
+        return group
+
+    def _compile(self, params: SamplingParams) -> Future[Compiled] | None:
         if params.constraint is None:
             return None
         if self._grammars is None:
@@ -198,7 +208,9 @@ class Engine:
                 self._compiling.append(group)
                 continue
             try:
-                group.members[0].matcher = self._grammars.start(group.grammar)
+                group.members[0].matcher = self._grammars.start(
+                    group.grammar, may_begin_with_space=group.request.params.drop_leading_space
+                )
                 group.grammar = None
             except RequestError as error:
                 self._fail(group, error.code, error.message, events, error.param)
@@ -211,9 +223,7 @@ class Engine:
             log.exception("a step failed in the backend")
             self._counters.failed_steps += 1
             for group in {id(g): g for g in [pick.group for pick in batch.picks] + batch.copied}.values():
-                self._fail(
-                    group, "internal_error", "The engine failed while it worked on this request.", events
-                )
+                self._fail(group, "internal_error", ENGINE_FAULT, events)
             return None
 
     def _fail(
@@ -235,7 +245,7 @@ class Engine:
         counters.step_ms_ema = seconds * 1e3 if counters.steps == 1 else ema + 0.1 * (seconds * 1e3 - ema)
 
     def _fitted(self, request: Request) -> Request:
-        """With `max_tokens` cut to what the pool holds beside the prompt, where that is nobody's wish."""
+        """With `max_tokens` cut to what the pool holds beside the prompt, where no client chose it."""
         params = request.params
         if not params.fit_max_tokens:
             return request

@@ -1,10 +1,12 @@
-"""What the engine counts. Counters only grow; the rest is a snapshot."""
+"""What the engine counts: of itself (counters only grow, the rest is a snapshot), and of one request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llm.request import Timings, Usage
 from llm.scheduling.queues import SchedulerCounters
+from llm.scheduling.sequence import Group
 
 
 @dataclass(slots=True)
@@ -95,3 +97,25 @@ class EngineStats:
             cancelled=counters.cancelled,
             step_ms_ema=counters.step_ms_ema,
         )
+
+
+def usage_of(group: Group) -> Usage:
+    prompt = group.request.prompt
+    return Usage(prompt.num_tokens, prompt.num_image_tokens, group.num_cached or 0, group.num_completion)
+
+
+def timings_of(group: Group, now: float) -> Timings:
+    """queue + encode + prefill = time to first token."""
+    first_token = group.first_token_s if group.first_token_s is not None else now
+    scheduled = group.first_scheduled_s if group.first_scheduled_s is not None else first_token
+    queue_s = max(scheduled - group.submitted_s - group.encode_s, 0.0)
+    ttft_s = first_token - group.submitted_s
+    gaps = max(group.num_longest - 1, 1)
+    return Timings(
+        queue_ms=queue_s * 1e3,
+        encode_ms=group.encode_s * 1e3,
+        prefill_ms=max(ttft_s - queue_s - group.encode_s, 0.0) * 1e3,
+        ttft_ms=ttft_s * 1e3,
+        tpot_ms=(group.last_token_s - first_token) / gaps * 1e3,
+        total_ms=(now - group.submitted_s) * 1e3,
+    )

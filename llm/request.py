@@ -58,7 +58,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     max_tokens: int = 256
-    fit_max_tokens: bool = False  # nobody asked for so many: fewer do where the KV cache holds no more
+    fit_max_tokens: bool = (
+        False  # a default, not a client's number: fewer do where the KV cache holds no more
+    )
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
@@ -77,6 +79,8 @@ class SamplingParams:
     constraint: tuple[str, str] | None = (
         None  # (kind, text): ("json_schema" | "regex" | "grammar" | "json_object", ...)
     )
+    # A chat's answer: models learn to begin one with a space, which belongs to neither text nor constraint.
+    drop_leading_space: bool = False
 
 
 @dataclass(frozen=True, slots=True)

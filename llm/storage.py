@@ -24,9 +24,9 @@ def head_storage(storage: WeightOption) -> WeightOption:
 def storage_of(dtype: str, weights: str, kv: str, native: bool) -> tuple[WeightOption, KvStorage]:
     """What weights and KV are kept as. Raises ValueError for what the backend can't keep."""
     if weights not in WEIGHT_OPTIONS:
-        raise ValueError(f"weights is one of {', '.join(WEIGHT_OPTIONS)}")
+        raise ValueError(f"weights must be one of {', '.join(WEIGHT_OPTIONS)}")
     if kv not in KV_OPTIONS:
-        raise ValueError(f"kv is one of {', '.join(KV_OPTIONS)}")
+        raise ValueError(f"kv must be one of {', '.join(KV_OPTIONS)}")
     if not native and weights not in ("auto", dtype):
         raise ValueError(f"{weights} weights need the native backend; torch keeps them in its dtype, {dtype}")
     if not native and kv not in ("auto", dtype, "int8"):

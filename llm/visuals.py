@@ -21,7 +21,7 @@ class VisualSource(Protocol):
     def release(self, key: VisualKey) -> None: ...
 
     def drop(self, key: VisualKey) -> None:
-        """Forgets an entry that has another number of rows than its image's plan, whoever holds it."""
+        """Forgets an entry that has another number of rows than its image's plan, even if it is held."""
         ...
 
     def failed(self, key: VisualKey) -> tuple[str, str] | None:

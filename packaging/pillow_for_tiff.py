@@ -1,9 +1,8 @@
-"""Puts a Pillow with a libtiff of its own beside pillow-simd, as `pillow_for_tiff.PIL` of this environment.
+"""Puts a Pillow beside pillow-simd, as `pillow_for_tiff.PIL` of this environment.
 
     .venv/bin/python packaging/pillow_for_tiff.py [OPTIONS OF PIP]
 
-Only TIFFs are read with it: preprocess/formats/libtiff.py says why. It must be a wheel, as a build would take
-the system's libtiff.
+Only TIFFs are read with it: preprocess/formats/libtiff.py says why. A wheel brings a libtiff of its own.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class ImageLimits:
 
 
 def check_request(infos: Iterable[ImageInfo], limits: ImageLimits) -> None:
-    """Raises ImageError `images_too_large` when a request's images have too many pixels in sum."""
+    """Raises ImageError `images_too_large` when a request's images have too many pixels in total."""
     if sum(info.width * info.height for info in infos) > limits.max_request_pixels:
         raise ImageError(
             "images_too_large",
-            f"The images of this request have more than {limits.max_request_pixels} pixels in sum.",
+            f"The images of this request have more than {limits.max_request_pixels} pixels in total.",
         )

@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from preprocess.formats.damage import damage_is_refused, invalid_image, quiet_pillow
+from preprocess.formats.gif import read_gif
 from preprocess.formats.header import HeaderReader, read_orientation
 from preprocess.formats.jpeg import open_jpeg
 from preprocess.formats.libtiff import open_tiff
@@ -94,12 +95,14 @@ def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
     exif = b""
     offsets = _tiff_pages(data, limits) if name == "TIFF" else [0]
     if not 0 <= page < len(offsets):
-        raise ImageError("image_page_not_found", "The image has no such page.")
+        raise ImageError("image_page_not_found", "The image does not have that page.")
     if name == "JPEG":
         image, exif = open_jpeg(data)
     elif name == "PNG":
         data, exif = read_png(data)
         image = _read(name, data)
+    elif name == "GIF":
+        image = _read(name, read_gif(data))
     elif name == "WEBP":
         # Pillow allocates an animation's canvas when it opens the file
         _check_size(*webp_size(data), limits)

@@ -57,7 +57,7 @@ class PreprocessSpec:
         """The inverse of `to_json`. Raises ValueError for missing, unknown and wrong values."""
         expected = {"rule", "detail", "variant", "background", "resample"}
         if set(raw) != expected:
-            raise ValueError(f"a preprocess spec has the keys {', '.join(sorted(expected))}")
+            raise ValueError(f"a preprocess spec must have the keys {', '.join(sorted(expected))}")
         rule, background = raw["rule"], raw["background"]
         if not isinstance(rule, Mapping) or not isinstance(background, list):
             raise ValueError("rule must be an object and background a list")

@@ -22,7 +22,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What the header tells, without decoding a pixel."""
+    """What the header says, without decoding a pixel."""
 
     sha256: str  # 64 hex digits of the file's bytes: the image's identity (`page_digest` for page > 0)
     format: str  # "JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"

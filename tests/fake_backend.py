@@ -216,6 +216,8 @@ class _BytesDecoder:
 class ByteTokens:
     """Implements llm.text.outputs.TokenText: one byte string per id; by default id 0 is "a"."""
 
+    strips_first_space = False
+
     def __init__(self, table: tuple[bytes, ...] | None = None) -> None:
         self.table = table or tuple(chr(97 + i).encode() for i in range(VOCAB))
 

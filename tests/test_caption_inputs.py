@@ -80,7 +80,7 @@ def test_loops_of_links_end(folder: Path) -> None:
         ([], "give files"),
         (["nowhere"], "does not exist"),
         (["scans/*.bmp"], "matches nothing"),
-        (["@no.txt"], "no list file"),
+        (["@no.txt"], "list file no.txt does not exist"),
     ],
 )
 def test_arguments_that_lead_nowhere_are_refused_at_once(
@@ -127,6 +127,25 @@ def test_a_link_to_itself_is_no_document_and_no_end(folder: Path) -> None:
     os.symlink("itself", "scans/itself")
     found = paths("scans")
     assert "scans/itself.png" in found and "scans/sub/a.pdf" in found
+
+
+def test_links_that_lead_to_a_folder_over_countless_ways_end(folder: Path) -> None:
+    for level in range(40):
+        Path(f"scans/{level}").mkdir()
+        for way in "ab":
+            os.symlink(f"../{level + 1}", f"scans/{level}/{way}")
+    Path("scans/40").mkdir()
+    Path("scans/40/end.png").touch()
+    found = paths("scans")
+    assert "scans/40/end.png" in found and any(path.endswith("a/end.png") for path in found)
+    assert len(found) < 40 * 16 and len(set(found)) == len(found)
+
+
+def test_counting_finds_what_the_walk_finds(folder: Path) -> None:
+    os.symlink("sub", "scans/again")
+    arguments = ["scans", "other.tiff", "scans/*.png"]
+    counted = [source.path for source in find_sources(arguments, ordered=False)]
+    assert sorted(counted) == sorted(paths(*arguments))
 
 
 def test_names_of_a_list_may_be_of_any_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,8 +102,8 @@ def test_a_reader_of_stdout_that_leaves_ends_the_run_without_a_traceback(folder:
         ("out.jsonl", "csv", "change one of them"),
         ("out.jsonl", "md", "change one of them"),
         ("out.MD", "csv", "change one of them"),
-        ("out.xlsx", None, "is no format"),
-        ("out.json", None, "is no format"),
+        ("out.xlsx", None, "is not a format"),
+        ("out.json", None, "is not a format"),
     ],
 )
 def test_a_name_that_does_not_match_the_format_is_refused_before_anything_is_written(

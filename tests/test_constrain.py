@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.constraints.constrain import Grammars
-from llm.constraints.grammar import GrammarError, GrammarLimits, check_text, make_tokenizer
+from llm.constraints.grammar import Compiler, GrammarError, GrammarLimits, check_text
 from llm.request import Request, RequestError, SamplingParams
 
 WORDS = (b"true", b"false", b"null", b'":', b'", "', b'"}', b"00", "\u00e9".encode(), "\u20ac".encode()[:2])
@@ -350,7 +350,7 @@ def test_depth_is_counted_outside_strings_and_escapes(kind: str) -> None:
 
 
 def test_the_vocabulary_spells_text_by_longest_match() -> None:
-    tokenizer = make_tokenizer(VOCABULARY, {EOS_ID})
+    tokenizer = Compiler(VOCABULARY, {EOS_ID}).tokenizer
     ids = tokenizer.tokenize_str("true00")
     assert b"".join(VOCABULARY[i] for i in ids) == b"true00"
 

@@ -104,9 +104,11 @@ def test_scales_of_an_int8_cache_come_to_whole_bytes(head_dim: int) -> None:
 def test_a_storage_that_the_backend_lacks_is_named() -> None:
     assert storage_of("float32", "auto", "auto", native=True) == ("auto", "float32")
     assert storage_of("bfloat16", "auto", "int8", native=True) == ("bfloat16", "int8")
-    with pytest.raises(ValueError, match="weights is one of auto, float32, bfloat16, float16, int8, int4"):
+    with pytest.raises(
+        ValueError, match="weights must be one of auto, float32, bfloat16, float16, int8, int4"
+    ):
         storage_of("float32", "int3", "auto", native=True)
-    with pytest.raises(ValueError, match="kv is one of auto, float32, bfloat16, float16, int8"):
+    with pytest.raises(ValueError, match="kv must be one of auto, float32, bfloat16, float16, int8"):
         storage_of("float32", "auto", "int4", native=True)
     with pytest.raises(ValueError, match="int8 weights need the native backend"):
         storage_of("float32", "int8", "auto", native=False)

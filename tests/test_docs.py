@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts/make_docs.py")
+def generated() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs/generate.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -21,8 +21,8 @@ def make_docs() -> ModuleType:
 
 
 def test_generated_pages_are_current() -> None:
-    stale = [path for path, text in make_docs().pages().items() if (ROOT / path).read_text() != text]
-    assert not stale, "run python scripts/make_docs.py"
+    stale = [path for path, text in generated().pages().items() if (ROOT / path).read_text() != text]
+    assert not stale, "run python docs/generate.py"
 
 
 @pytest.mark.parametrize(

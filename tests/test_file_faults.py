@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import logging
 import os
-import socket
 import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +18,11 @@ from fake_engine_client import png as sized_png
 
 from llm.request import Event, Request, SamplingParams
 from preprocess.limits import ImageLimits
-from preprocess.pages import PageLimits
 from preprocess.probe import probe
 from preprocess.types import ImageError, ImageInfo
 from vlm.caption import caption_runner, documents
 from vlm.caption.answers import Answerer, PageWork
 from vlm.caption.documents import DocumentReader
-from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import INTERNAL, PageRef, RowContext
 from vlm.cli import tokens
 from vlm.cli.errors import BAD_INPUT, FAILURE, PARTIAL
@@ -75,6 +69,17 @@ def raising(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseE
     monkeypatch.setattr(owner, name, instead)
 
 
+def raising_in_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    real = getattr(owner, name)
+
+    def instead(path: str, *arguments: Any) -> Any:
+        if "bad" in path:
+            raise error
+        return real(path, *arguments)
+
+    monkeypatch.setattr(owner, name, instead)
+
+
 def in_identify(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     raising(monkeypatch, DocumentReader, "identify", error)
 
@@ -84,7 +89,7 @@ def in_open(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def in_loading(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    raising(monkeypatch, documents, "_on_thread", error)
+    raising_in_thread(monkeypatch, documents, "_image", error)
 
 
 def in_preparing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -300,93 +305,3 @@ def test_ask_names_the_image_that_raises(
     code, _, errors = call(capsys, "ask", str(path), "What?")
     assert code == FAILURE and errors[-1].startswith(f"vlm: {path}: the image could not be processed")
     assert not any("too large" in line for line in errors)
-
-
-class Endless:
-    """A regular file whose reading never ends: /proc/kmsg, a log that grows."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.num_read = 0
-
-    def read(self, count: int = -1) -> bytes:
-        assert count >= 0, "read to the end"
-        self.num_read += count
-        assert self.num_read <= 1 << 20
-        return bytes(count)
-
-
-@pytest.mark.parametrize("size", [0, 1, 5000])
-def test_of_a_file_that_does_not_end_as_much_is_read_as_it_had(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    @contextlib.contextmanager
-    def reading(path: str) -> Iterator[Endless]:
-        yield Endless(size)
-
-    monkeypatch.setattr(documents, "_reading", reading)
-    stopped = threading.Event()
-    assert documents._sha256("endless", size, stopped) == hashlib.sha256(bytes(size)).hexdigest()
-    with pytest.raises(ImageError, match="more than 500 bytes"):
-        documents._read("endless", 500)
-
-
-def test_hashing_ends_with_whoever_waited_for_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program waits for its threads as it ends."""
-    path = Path("in/large.png")
-    path.write_bytes(b"")
-    os.truncate(path, 256 << 20)
-    monkeypatch.setattr(documents, "_CHUNK", 1)
-    reader = DocumentReader(PageRenderer(), ImageLimits(), PageLimits())
-
-    async def run_it() -> None:
-        task = asyncio.create_task(reader.identify(str(path)))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run_it())  # returns when the thread has
-
-
-def test_a_huge_file_is_refused_unread_and_looked_at_again(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = Path("in/huge.png")
-    path.write_bytes(b"")
-    os.truncate(path, 1 << 42)  # without a block on the disk
-
-    def never(*arguments: Any) -> str:
-        raise AssertionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(documents, "_sha256", never)
-        run(out)
-    (row,) = rows_of(out)
-    assert row["error"]["code"] == "file_too_large" and row["page"] == 0
-    path.write_bytes(png(1))
-    run(out)
-    (row,) = rows_of(out)
-    assert "text" in row
-
-
-@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder link"])
-def test_what_is_no_regular_file_is_an_error_row_at_once(out: Path, kind: str) -> None:
-    """Opening a pipe would wait for somebody who writes into it."""
-    Path("in/a.png").write_bytes(png(1))
-    odd = Path("in/odd.png")
-    match kind:
-        case "pipe":
-            os.mkfifo(odd)
-        case "socket":
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(str(odd))
-        case "device":
-            os.symlink("/dev/zero", odd)
-        case _:
-            os.symlink("odd.png", odd)
-    assert run(out).errors == 1
-    rows = {row["path"]: row for row in rows_of(out)}
-    assert rows["in/odd.png"]["error"]["code"] == "unreadable_file" and "text" in rows["in/a.png"]
-    odd.unlink()
-    odd.write_bytes(png(2))
-    assert run(out).errors == 0

@@ -11,6 +11,7 @@ from damaged_images import encode, picture
 from tiff_files import LONG, SHORT, gray, tiff_file
 
 from preprocess.decode import decode
+from preprocess.formats.gif import MAX_BLOCKS
 from preprocess.formats.jpeg import MAX_SEGMENTS
 from preprocess.formats.png import MAX_METADATA_CHUNKS
 from preprocess.formats.webp import MAX_CHUNKS
@@ -57,6 +58,12 @@ WEBP_CHUNKS = {
     "profile cut": b"ICCP" + struct.pack("<I", 100) + b"a",
     "unknown": b"ABCD" + struct.pack("<I", 3) + b"abc\0",
 }
+GIF_BLOCKS = {
+    "much comment": b"!\xfe" + (b"\xff" + b"a" * 255) * 40_000 + b"\0",
+    "short control": b"!\xf9\x01\0\0",
+    "short application data": b"!\xff\x0bNETSCAPE2.0\x01\x01\0",
+    "unknown": b"!\x99\x02ab\0",
+}
 TIFF_TAGS = {
     "resolution as text": {282: (2, b"many\0"), 296: (SHORT, [3])},
     "description without an end": {270: (2, b"x")},
@@ -77,7 +84,7 @@ def test_chunks_of_a_png(name: str, place: str) -> None:
 @pytest.mark.parametrize("name", JPEG_SEGMENTS)
 def test_segments_of_a_jpeg(name: str) -> None:
     data = encode(picture(), "JPEG")
-    assert_same_pixels(data[:2] + JPEG_SEGMENTS[name] + data[2:], data)
+    assert_same_pixels(before_the_picture(data, JPEG_SEGMENTS[name]), data)
 
 
 @pytest.mark.parametrize("name", WEBP_CHUNKS)
@@ -86,6 +93,15 @@ def test_chunks_of_a_webp(name: str) -> None:
     extended = b"VP8X" + struct.pack("<IB3x", 10, 0x2C) + bytes((159, 0, 0, 111, 0, 0))
     body = b"WEBP" + extended + data[12:] + WEBP_CHUNKS[name]
     assert_same_pixels(b"RIFF" + struct.pack("<I", len(body)) + body, data)
+
+
+@pytest.mark.parametrize("name", GIF_BLOCKS)
+def test_blocks_of_a_gif(name: str) -> None:
+    image = picture("P")
+    data = encode(image, "GIF", transparency=image.getpixel((0, 0)))
+    at = 13 + 3 * (2 << (data[10] & 7))
+    assert data[at : at + 2] == b"!\xf9"
+    assert_same_pixels(data[:at] + GIF_BLOCKS[name] + data[at:], data)
 
 
 @pytest.mark.parametrize("name", TIFF_TAGS)
@@ -112,31 +128,34 @@ def test_orientation_with_a_wrong_checksum_is_none() -> None:
     assert decode(data).size == (160, 112)
 
 
+def before_the_picture(data: bytes, metadata: bytes) -> bytes:
+    at = {b"\x89P": 33, b"\xff\xd8": 2, b"GI": 13 + 3 * (2 << (data[10] & 7))}[data[:2]]
+    return data[:at] + metadata + data[at:]
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        encode(picture(), "PNG")[:33] + chunk(b"tEXt", b"a\0") * MAX_METADATA_CHUNKS * 2,
-        b"\xff\xd8" + segment(0xFE, b"") * MAX_SEGMENTS + encode(picture(), "JPEG")[2:],
+        before_the_picture(encode(picture(), "PNG"), chunk(b"tEXt", b"a\0") * MAX_METADATA_CHUNKS * 2),
+        before_the_picture(encode(picture(), "JPEG"), segment(0xFE, b"") * MAX_SEGMENTS),
         encode(picture(), "WEBP") + b"ABCD\0\0\0\0" * MAX_CHUNKS,
+        before_the_picture(encode(picture("L"), "GIF"), b"!\xfe\1a\0" * MAX_BLOCKS),
     ],
-    ids=["PNG", "JPEG", "WebP"],
+    ids=["PNG", "JPEG", "WebP", "GIF"],
 )
 def test_endless_metadata_is_refused(data: bytes) -> None:
     assert refusal(data) == "invalid_image"
 
 
-def test_two_frames_in_a_jpeg_are_refused() -> None:
+def test_two_frames_in_a_jpeg_are_refused_before_a_decoder_sees_them() -> None:
     """The one that Pillow sees would be another than libjpeg's."""
     small, large = (encode(picture(width=side), "JPEG") for side in (16, 800))
     frame = small[small.index(b"\xff\xc0") :][:19]
-    assert (
-        refusal(large[:2] + frame + large[2:])
-        == refusal(large[:2] + b"\xff\xf7" + large[2:])
-        == "invalid_image"
-    )
+    for before in (frame, b"\xff\xf7"):
+        assert refusal(before_the_picture(large, before)) == "invalid_image"
 
 
 def refusal(data: bytes) -> str:
     with pytest.raises(ImageError) as caught:
-        decode(data)
+        probe(data)
     return caught.value.code

@@ -71,7 +71,7 @@ def test_a_chart_is_a_png(command: str, tmp_path: Path) -> None:
         (("kv", "--context", "0"), "at least 1"),
         (("kv", "--plot", "chart.pdf"), ".png"),
         (("serve", "--tensor", "64"), "query heads"),
-        (("serve", "--cached-tokens", "5000"), "not cached"),
+        (("serve", "--cached-tokens", "5000"), "must be uncached"),
         (("image", "absent.jpg"), "can't read"),
         (("image", "--model", "llama-3-8b"), "no vision tower"),
         (("image", "--pooling", "3"), "square"),

@@ -18,7 +18,7 @@ ROOT = root_key("")
 
 def group_of(request: Request) -> Group:
     sampler = SamplerState(request.params, request.prompt.token_ids, 32, 0)
-    seq = Sequence(0, list(request.prompt.token_ids), sampler, TextStream(ByteTokens(), ()))
+    seq = Sequence(0, list(request.prompt.token_ids), sampler, TextStream(ByteTokens(), request.params))
     return Group(request, seq, (0.0, 0), 0.0)
 
 

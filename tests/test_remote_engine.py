@@ -511,6 +511,29 @@ def test_nobody_counts_as_dead_while_redis_is_away(client: redis.Redis) -> None:
     assert watch.is_dead("a", "1")
 
 
+def test_a_watcher_whose_first_look_fell_into_an_outage_gives_the_others_time_to_beat_again(
+    client: redis.Redis,
+) -> None:
+    now = [0.0]
+    watch = Watch(Registry(connect("redis://127.0.0.1:1/0"), REPLICA), lambda: now[0])
+    assert not watch.refresh()
+    watch._registry = Registry(client, REPLICA)
+    assert watch.refresh() and not watch.is_dead("a")
+    now[0] += GRACE_S
+    assert watch.refresh() and watch.is_dead("a")
+
+
+def test_a_watcher_that_stood_still_counts_nobody_as_dead_at_once(client: redis.Redis) -> None:
+    """Its machine was suspended, and the members' too."""
+    now = [0.0]
+    watch = Watch(Registry(client, REPLICA), lambda: now[0])
+    assert watch.refresh() and watch.is_dead("a")
+    now[0] += 60.0
+    assert watch.refresh() and not watch.is_dead("a")
+    now[0] += GRACE_S
+    assert watch.refresh() and watch.is_dead("a")
+
+
 def test_queue_lengths_and_ages_are_there_for_an_autoscaler(redis_url: str, one: list[DirectReplica]) -> None:
     async def main() -> None:
         async with node(redis_url, one, SPEC) as (pipeline, engine):

@@ -43,7 +43,7 @@ def test_every_number_has_bounds_and_its_error_names_them(config: type, name: st
         with pytest.raises(ConfigError) as refused:
             from_mapping(config, {name: value})
         told = str(refused.value)
-        assert told.startswith(f"{name} is ") and "\n" not in told
+        assert told.startswith(f"{name} must be ") and "\n" not in told
         assert str(limit) in told or "number" in told
     for value in (limit.low, limit.high):
         assert getattr(from_mapping(config, {name: kind(value)}), name) == value
@@ -89,7 +89,7 @@ def test_texts_have_forms(name: str, good: list[str], wrong: list[str]) -> None:
     [
         ("serve = 5", "tables"),
         ("[serve]\nprot = 1", r"\[serve\].*unknown setting prot"),
-        ("[engine]\nthreads = 0", r"\[engine\].*threads is from 1"),
+        ("[engine]\nthreads = 0", r"\[engine\].*threads must be from 1"),
         ("[serve]\nport = 'x", "not valid TOML"),
         ("[serves]", "unknown table"),
         (b"\xff", "not valid TOML"),

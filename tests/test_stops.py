@@ -6,6 +6,7 @@ from fake_backend import ByteTokens
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm.request import SamplingParams
 from llm.text.outputs import TextStream
 from llm.text.stops import StopChecker
 
@@ -60,7 +61,7 @@ def test_a_stop_string_split_inside_a_utf8_character_is_found() -> None:
     """Tokens are single bytes here: both border kinds fall inside the stop string."""
     data = "price: 5€ and more".encode()
     tokens = ByteTokens(tuple(bytes([i]) for i in range(256)))
-    stream, shown = TextStream(tokens, ("€ a",)), ""
+    stream, shown = TextStream(tokens, SamplingParams(stop=("€ a",))), ""
     for byte in data:
         part, stopped = stream.push(byte)
         shown += part
@@ -71,13 +72,13 @@ def test_a_stop_string_split_inside_a_utf8_character_is_found() -> None:
 
 
 def test_flush_shows_what_was_held_back() -> None:
-    stream = TextStream(ByteTokens((b"x", b"stop"[:3])), ("stop",))
+    stream = TextStream(ByteTokens((b"x", b"stop"[:3])), SamplingParams(stop=("stop",)))
     assert stream.push(0) == ("x", False)
     assert stream.push(1) == ("", False)
     assert stream.flush() == ("sto", False)
 
 
 def test_an_incomplete_character_at_the_end_is_flushed_as_a_replacement() -> None:
-    stream = TextStream(ByteTokens((b"\xe2\x82",)), ())
+    stream = TextStream(ByteTokens((b"\xe2\x82",)), SamplingParams())
     assert stream.push(0) == ("", False)
     assert stream.flush() == ("\ufffd", False)

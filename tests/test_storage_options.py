@@ -63,7 +63,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"weights": "int9"}, {"kv": "int4"}, {"dtype": "float8"}])
 def test_a_file_with_a_wrong_storage_is_refused_with_the_known_ones(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"is one of .*float32, bfloat16, float16.*, not '"):
+    with pytest.raises(ConfigError, match=r"must be one of .*float32, bfloat16, float16.*, not '"):
         from_mapping(EngineOptions, values)
 
 

@@ -19,7 +19,7 @@ class Consumer:
 
 def test_a_worker_says_when_it_takes_work(capfd: pytest.CaptureFixture[str]) -> None:
     worker_ready.send(sender=Consumer())
-    assert capfd.readouterr().err == "generate-a@host takes work\n"
+    assert capfd.readouterr().err == "generate-a@host is ready\n"
 
 
 def test_messages_about_the_broker_name_no_module_and_no_password() -> None:

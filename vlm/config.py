@@ -82,7 +82,7 @@ class ServeConfig(Checked):
     variant: Literal["fast", "exact"] = "fast"  # exact: pixels as the checkpoint's own processor makes them
     model_name: str = ""  # id shown to clients; empty: the model directory's name
     keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.guard.auth; empty: no authentication
-    allow_public: bool = False  # listen on a public address though there are no keys
+    allow_public: bool = False  # listen on a public address without keys
     requests_per_minute: Rate = 0  # per key; 0 is off; a key's own setting wins
     allow_urls: bool = False  # fetch http(s) images on clients' behalf
     fetch_deadline_s: Seconds = 10.0  # to fetch one image

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageInfo:
-    """`probe`. A parser's exception that nobody foresaw is a damaged image as well, and logged.
+    """`probe`. An unforeseen exception of a parser is a damaged image as well, and logged.
 
     Raises ImageError.
     """

@@ -218,7 +218,7 @@ def _check_digest(model: HubId, path: Path, expected: str) -> None:
 
 
 def _unreachable() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where nobody answers; its HTTP library depends on its version."""
+    """What huggingface_hub raises where no server answers; its HTTP library depends on its version."""
     kinds: list[type[Exception]] = [ConnectionError, TimeoutError]
     for library in ("httpx2", "httpx", "requests"):
         try:

@@ -161,7 +161,7 @@ class Pipeline:
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
             planned.append(Message(message.role, tuple(parts)))
         prompt = self.spec.prompt_builder.build(planned)
-        params = self._fit(prompt, params)
+        params = replace(self._fit(prompt, params), drop_leading_space=True)
         request = Request(request_id, prompt, params, priority, namespace)
         return PreparedRequest(request, tuple(images), started)
 
@@ -230,7 +230,7 @@ class Pipeline:
                 flight.task.cancel()
 
     async def _make_tiles(self, image: PlannedImage, flight: _Flight) -> None:
-        """Decodes and tiles an image and hands it to the engine; an image that fails tells the engine so."""
+        """Decodes and tiles an image and hands it to the engine; a failure is reported to the engine."""
         started = time.monotonic()
         try:
             tiles = await self.preprocess.tiles(
@@ -253,7 +253,7 @@ class Pipeline:
             self._end_flight(image.key, flight)
 
     async def _fail_flight(self, key: VisualKey, flight: _Flight, code: str, message: str) -> None:
-        """The flight ends before its failure is told: who wants the image from then on gets another."""
+        """The flight ends before its failure is reported: later requests for the image get another."""
         flight.failed = True
         self._end_flight(key, flight)
         with contextlib.suppress(EngineUnavailable):

@@ -1,4 +1,4 @@
-"""How settings are checked: each beside its type in the dataclass that declares it, whoever makes one."""
+"""How settings are checked: each beside its type in the dataclass that declares it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class Checked:
         for name, rule in _rules(cls).items():
             value = getattr(self, name)
             if accepted := rule.problem(value):
-                found.append(f"{name} is {accepted}" + ("" if rule.is_secret else f", not {value!r:.80}"))
+                found.append(
+                    f"{name} must be {accepted}" + ("" if rule.is_secret else f", not {value!r:.80}")
+                )
         if found:
             raise ConfigError("; ".join(found))
 

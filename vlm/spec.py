@@ -60,7 +60,7 @@ class ModelSpec:
         with naming(source.directory):
             spec = cls._read(source, variant, kv)
         if files == "all":
-            _ = spec.revision  # weights that are damaged are told before there is work
+            _ = spec.revision  # damaged weights are reported before there is work
         return spec
 
     @classmethod

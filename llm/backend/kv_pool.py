@@ -98,7 +98,7 @@ class KvPool:
     def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         if handle.data.shape[3] != len(blocks):
-            raise ValueError("a swapped-out handle goes back into as many blocks as it came from")
+            raise ValueError("a swapped-out handle must go back into as many blocks as it came from")
         for part, kept in zip(self._parts(), (handle.data, handle.scales), strict=False):
             assert kept is not None
             part[:, :, :, list(blocks)] = kept.to(part.device)

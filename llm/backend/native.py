@@ -51,7 +51,7 @@ class NativeBackend:
     GIL for the whole step, and it and the swaps must be called from one thread at a time.
 
     Raises NativeUnavailable where the CPU is below x86-64-v2 or the library neither ships nor compiles,
-    ValueError for a block size that is no multiple of 16.
+    ValueError for a block size that is not a multiple of 16.
     """
 
     batch_invariant = True
@@ -67,7 +67,7 @@ class NativeBackend:
         kv_storage: KvStorage = "float32",
     ) -> None:
         if block_size % PAGE:
-            raise ValueError("the native backend's block size is a multiple of 16")
+            raise ValueError("the native backend's block size must be a multiple of 16")
         self.config = config
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -204,7 +204,7 @@ class NativeBackend:
     def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         if handle.data.shape[1] != len(blocks):
-            raise ValueError("a swapped-out handle goes back into as many blocks as it came from")
+            raise ValueError("a swapped-out handle must go back into as many blocks as it came from")
         self._pool[:, list(blocks)] = handle.data
 
 

@@ -231,9 +231,9 @@ def load_backend(
     """
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if torch_dtype is None:
-        raise ValueError("dtype is one of float32, bfloat16, float16")
+        raise ValueError("dtype must be one of float32, bfloat16, float16")
     if backend not in ("auto", "torch", "native"):
-        raise ValueError("backend is one of auto, torch, native")
+        raise ValueError("backend must be one of auto, torch, native")
     if (num_blocks is None) == (kv_bytes is None):
         raise ValueError("give either num_blocks or kv_bytes")
     native = backend == "native" or (backend == "auto" and _native_fits(device, block_size))

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -29,12 +30,17 @@ class GrammarError(RequestError):
         super().__init__("invalid_constraint", message, "response_format")
 
 
+class GrammarDeadline(GrammarError):
+    """A constraint that was not compiled in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     max_chars: int = 65_536
     max_depth: int = 64  # of brackets in JSON, of parentheses elsewhere
     deadline_s: float = 3.0  # to compile one, on an idle core 1 to 100 ms
     max_cached: int = 64  # compiled grammars kept
+    max_uses: int = 16  # requests of one; what they explore adds to it, and they share llguidance's limits
 
 
 def check_text(kind: str, text: str, limits: GrammarLimits) -> None:
@@ -54,28 +60,60 @@ def check_text(kind: str, text: str, limits: GrammarLimits) -> None:
             raise GrammarError("The schema is not a JSON object.")
 
 
-def make_tokenizer(vocabulary: tuple[bytes, ...], eos_ids: Iterable[int]) -> LLTokenizer:
-    """`vocabulary[i]`: the bytes that token i adds to the text; b"" for tokens never allowed."""
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(vocabulary, min(eos_ids))), eos_token=sorted(eos_ids))
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A constraint at its start, first masks computed."""
+
+    matcher: LLMatcher
+    spaced: LLMatcher | None  # before a space that the constraint follows; None without a token for it
 
 
-def compile_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """At the grammar's start, first mask computed. Raises GrammarError.
+class Compiler:
+    """Constraints over one vocabulary. `vocabulary[i]`: the bytes that token i adds to the text; b"" for
+    tokens never allowed."""
 
-    Work is bounded by llguidance's own counters, but recursion is not: a chain of references can overflow
-    the stack and end the process. Only for texts that the sandbox has survived.
-    """
+    def __init__(self, vocabulary: tuple[bytes, ...], eos_ids: Iterable[int]) -> None:
+        eos_ids = sorted(eos_ids)
+        self.tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(vocabulary, eos_ids[0])), eos_token=eos_ids)
+        self._space_id = vocabulary.index(b" ") if b" " in vocabulary else None
+
+    def compile(self, kind: str, text: str) -> Compiled:
+        """Raises GrammarError.
+
+        Work is bounded by llguidance's own counters, but recursion is not: a chain of references can
+        overflow the stack and end the process. Only for texts that the sandbox has survived.
+        """
+        grammar = _grammar(kind, text)
+        if self._space_id is None:
+            return Compiled(self._start([grammar]), None)
+        spaced = self._start([{"name": "start", "lark_grammar": f'start: " " @{grammar["name"]}'}, grammar])
+        matcher = spaced.deep_copy()
+        matcher.consume_token(self._space_id)
+        return Compiled(_checked(matcher), spaced)
+
+    def _start(self, grammars: list[dict[str, Any]]) -> LLMatcher:
+        source = json.dumps({"grammars": grammars})
+        return _checked(LLMatcher(self.tokenizer, source, log_level=0, limits=_parser_limits()))
+
+
+def _grammar(kind: str, text: str) -> dict[str, Any]:
+    """llguidance's form of a constraint, with a name that others may refer to."""
+    if kind == "grammar":
+        return {"name": "constraint", "lark_grammar": text}
     if kind == "regex":
         source = LLMatcher.grammar_from_regex(text)
-    elif kind == "grammar":
-        source = LLMatcher.grammar_from_lark(text)
     else:
         schema = text if kind == "json_schema" else '{"type": "object"}'
         try:
             source = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         except ValueError:
             raise GrammarError("The schema is not understood.") from None
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=_parser_limits())
+    (grammar,) = json.loads(source)["grammars"]
+    return {**grammar, "name": "constraint"}
+
+
+def _checked(matcher: LLMatcher) -> LLMatcher:
+    """With its first mask computed. Raises GrammarError."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Any
 
-from llm.constraints.grammar import GrammarError, GrammarLimits, check_text, compile_matcher, make_tokenizer
+from llm.constraints.grammar import Compiler, GrammarDeadline, GrammarError, GrammarLimits, check_text
 
 _MEMORY_BYTES = 2 << 30  # of address space
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have: what fits here fits there
@@ -40,9 +40,10 @@ class Sandbox:
         process = self._process or self._start()
         try:
             answer = self._ask(process, json.dumps([kind, text]), self._limits.deadline_s)
-        except (TimeoutError, EOFError, OSError):
+        except (TimeoutError, EOFError, OSError) as error:
             self.close()
-            raise GrammarError(_TOO_COMPLEX) from None
+            refusal = GrammarDeadline if isinstance(error, TimeoutError) else GrammarError
+            raise refusal(_TOO_COMPLEX) from None
         if answer:
             raise GrammarError(answer)
 
@@ -97,7 +98,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _serve() -> None:
     """Lines of JSON: the vocabulary, then [kind, text]; answers are "" or why it was refused."""
     setup = json.loads(sys.stdin.readline())
-    tokenizer = make_tokenizer(tuple(bytes.fromhex(token) for token in setup["tokens"]), setup["eos_ids"])
+    compiler = Compiler(tuple(bytes.fromhex(token) for token in setup["tokens"]), setup["eos_ids"])
     print(json.dumps(""), flush=True)
     limits = GrammarLimits()
     for line in sys.stdin:
@@ -105,7 +106,7 @@ def _serve() -> None:
         answer = ""
         try:
             check_text(kind, text, limits)
-            compile_matcher(tokenizer, kind, text)
+            compiler.compile(kind, text)
         except GrammarError as error:
             answer = error.message
         except (MemoryError, RecursionError):

@@ -18,9 +18,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.weight_bytes <= 0 or self.kv_bytes <= 0:
-            raise CostError("an element has more than 0 bytes")
+            raise CostError("an element must have more than 0 bytes")
         if self.compute_bits not in (32, 16, 8):
-            raise CostError("matrix multiplies are 32, 16 or 8 bits wide")
+            raise CostError("matrix multiplies must be 32, 16 or 8 bits wide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         if min(self.peak_flops, self.bandwidth) <= 0 or self.memory_bytes <= 0:
-            raise CostError("a machine's rates and memory are above 0")
+            raise CostError("a machine's rates and memory must be above 0")
         for share in (self.compute_efficiency, self.tower_efficiency, self.bandwidth_efficiency):
             if not 0 < share <= 1:
-                raise CostError("an efficiency is above 0 and at most 1")
+                raise CostError("an efficiency must be above 0 and at most 1")
         for share in (self.decode_efficiency, self.overlap):
             if not 0 <= share <= 1:
-                raise CostError("a share lies between 0 and 1")
+                raise CostError("a share must lie between 0 and 1")
 
     def rate(self, compute_bits: int = 16, decoding: bool = False) -> float:
         """FLOP/s that a decoder achieves."""

@@ -40,7 +40,7 @@ def kv_bytes(shape: DecoderShape, num_tokens: int, element_bytes: float = 2, blo
     `block_size=1` is the theoretical size. Raises CostError for a negative count.
     """
     if num_tokens < 0 or block_size < 1:
-        raise CostError("token counts are at least 0 and blocks hold at least 1")
+        raise CostError("token counts must be at least 0, and blocks must hold at least 1")
     held = num_blocks(num_tokens, block_size) * block_size
     windowed = min(held, num_blocks(shape.sliding_window, block_size) * block_size)
     per_layer = _whole(kv_elements_per_layer(shape) * element_bytes)

@@ -28,9 +28,9 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.expert, self.replicas) < 1:
-            raise CostError("a parallel degree is at least 1")
+            raise CostError("a parallel degree must be at least 1")
         if self.expert > 1 and (self.tensor > 1 or self.pipeline > 1):
-            raise CostError("expert parallelism is modelled alone, not with tensor or pipeline")
+            raise CostError("expert parallelism is modelled alone, not with tensor or pipeline parallelism")
 
     @property
     def devices(self) -> int:

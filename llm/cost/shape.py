@@ -41,9 +41,9 @@ class DecoderShape:
     def __post_init__(self) -> None:
         sizes = (self.num_layers, self.d_model, self.num_heads, self.num_kv_heads, self.head_dim)
         if min(sizes) < 1 or self.num_params < 1:
-            raise CostError("a decoder's sizes are at least 1")
+            raise CostError("a decoder's sizes must be at least 1")
         if self.num_kv_heads > self.num_heads or self.num_heads % self.num_kv_heads:
-            raise CostError("the query heads are a multiple of the key/value heads")
+            raise CostError("the query heads must be a multiple of the key/value heads")
         if self.num_sliding_layers + self.num_linear_layers > self.num_layers:
             raise CostError("there are more special layers than layers")
 

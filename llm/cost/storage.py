@@ -44,7 +44,7 @@ def kv_block_bytes(
     storage: KvStorage = "float32",
     value_dim: int | None = None,
 ) -> int:
-    """One block of a pool of keys and values, scales included, for whoever allocates it.
+    """One block of a pool of keys and values, scales included, as it is allocated.
 
     `value_dim`: stored elements of a value, where they are more than `head_dim`.
     """

@@ -25,7 +25,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         if self.new_tokens < 1 or self.context < 0 or not 0 <= self.num_logits <= self.new_tokens:
-            raise CostError("a chunk has at least one new token, and logits only for its own")
+            raise CostError("a chunk must have at least one new token, and logits only for its own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def kv_traffic(shape: DecoderShape, new_tokens: int, context: int, element_bytes
 def step_work(shape: DecoderShape, chunks: Sequence[Chunk], precision: Precision | None = None) -> Work:
     """FLOPs and bytes of one engine step: weights are read once, every cache for itself."""
     if not chunks:
-        raise CostError("a step has at least one chunk")
+        raise CostError("a step must have at least one chunk")
     precision = precision or Precision()
     num_tokens = sum(chunk.new_tokens for chunk in chunks)
     num_logits = sum(chunk.num_logits for chunk in chunks)
@@ -120,7 +120,7 @@ def prefill_work(
 def decode_work(shape: DecoderShape, batch: int, context: int, precision: Precision | None = None) -> Work:
     """One token for each of `batch` sequences that attend to `context` positions, their own included."""
     if batch < 1 or context < 1:
-        raise CostError("batch and context are at least 1")
+        raise CostError("batch and context must be at least 1")
     one = step_work(shape, [Chunk(1, context - 1)], precision)
     precision = precision or Precision()
     return Work(

@@ -9,6 +9,7 @@ import numpy as np
 
 from llm.request import RequestError, SamplingParams, TokenLogprob
 
+_LARGEST = 1e30  # penalty and penalised logit: differences of two are finite, in float32 too
 _PARTIAL_SORT = 1024  # candidates sorted before falling back to sorting the whole vocabulary
 
 
@@ -121,8 +122,9 @@ class SamplerState:
         row, params = row.copy(), self.params
         if self._seen is not None:
             seen = row[self._seen]
-            penalty = np.float32(params.repetition_penalty)
-            row[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+            penalty = np.float32(min(max(params.repetition_penalty, 1 / _LARGEST), _LARGEST))
+            with np.errstate(over="ignore"):
+                row[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty).clip(-_LARGEST, _LARGEST)
         if self._counts is not None:
             row -= self._counts * np.float32(params.frequency_penalty)
             row -= (self._counts > 0) * np.float32(params.presence_penalty)

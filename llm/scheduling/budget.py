@@ -7,7 +7,7 @@ class StepBudget:
     """Keeps a step that carries chunks within `stretch` times a step of decodes alone.
 
     step seconds = decode seconds + chunk tokens x seconds per chunk token; both are moving averages.
-    While nothing decodes nobody reads along, and a step takes `max_tokens`; with `min_alone`, as many as fit
+    While nothing decodes no stream waits, and a step takes `max_tokens`; with `min_alone`, as many as fit
     into `max_step_s` and at least so many, since who comes meanwhile waits for it. `stretch=None` fixes the
     budget.
     Bound: a step with decodes carries at most max(min_chunk, max_tokens - decodes) chunk tokens, always.

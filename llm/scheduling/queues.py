@@ -34,7 +34,7 @@ class Queues:
         (self.running if group in self.running else self.waiting).remove(group)
 
     def lend_order(self, owner: Group, waiter: Group) -> None:
-        """Whoever computes blocks for an earlier request is served as early as that one, and as its class."""
+        """A group that computes blocks for an earlier request takes its place in line, and its class."""
         if waiter.order < owner.order:
             owner.order = waiter.order
             if waiter.priority == "interactive":

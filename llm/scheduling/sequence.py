@@ -14,9 +14,8 @@ from llm.text.outputs import TextStream
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from llguidance import LLMatcher
-
     from llm.constraints.constrain import Matcher
+    from llm.constraints.grammar import Compiled
 
 
 class Sequence:
@@ -172,13 +171,13 @@ class Group:
         # Why it waits; each can be checked again in constant time.
         self.considered = False
         self.blocked_on: BlockKey | None = None  # another group computes this block
-        self.grammar: Future[LLMatcher] | None = None  # its constraint, until compiled
+        self.grammar: Future[Compiled] | None = None  # its constraint, until compiled
         self.missing_visual: VisualKey | None = None
         self.next_key: BlockKey | None = None  # first block not found in the prefix cache
         self.claims: list[BlockKey] = []
 
         self.num_cached: int | None = None  # prompt tokens found at the first admission
-        self.num_scored = 0  # prompt positions whose log-probabilities have been told
+        self.num_scored = 0  # prompt positions whose log-probabilities have been reported
         self.num_completion = 0
         self.num_longest = 0
         self.submitted_s = now

@@ -29,7 +29,7 @@ class Speculation:
 
     def propose(self, running: Iterable[Group], num_available: int, block_size: int) -> None:
         """Sets `draft` of every sequence that decodes in the coming step. `num_available`: free blocks;
-        nobody may lose blocks to a guess."""
+        no group may lose blocks to a guess."""
         groups = list(running)
         batch = sum(len(group.members) for group in groups)
         worst = batch * (2 + self._num_draft // block_size)  # blocks, if each sequence grew by its guesses

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from typing import AnyStr, Protocol
 
+from llm.request import SamplingParams
 from llm.text.stops import StopChecker
 
 
@@ -18,21 +20,52 @@ class TokenDecoder(Protocol):
 class TokenText(Protocol):
     """What the engine needs of a tokenizer."""
 
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether its decoders drop a space that begins the text, as SentencePiece's do."""
+        ...
+
     def decoder(self) -> TokenDecoder: ...
 
 
+class LeadingSpaces:
+    """Takes the spaces off the front of an answer that comes in pieces: all of them, or only the one before
+    what a constraint describes."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.left = 0 if not params.drop_leading_space else sys.maxsize if params.constraint is None else 1
+
+    def take_off(self, piece: AnyStr) -> AnyStr:
+        if not self.left or not piece:
+            return piece
+        rest = without_spaces(piece, self.left)
+        self.left = 0 if rest else self.left - len(piece)
+        return rest
+
+
+def without_spaces(piece: AnyStr, count: int) -> AnyStr:
+    """`piece` without its first spaces, at most `count`."""
+    spaces = len(piece) - len(piece.lstrip(" " if isinstance(piece, str) else b" "))
+    return piece[min(spaces, count) :]
+
+
 class TextStream:
-    """One choice's text: detokenized, and cut at the first stop string."""
+    """One choice's text: detokenized, its leading spaces dropped, and cut at the first stop string."""
 
-    __slots__ = ("_decoder", "_stops")
+    __slots__ = ("_decoder", "_spaces", "_stops")
 
-    def __init__(self, tokens: TokenText, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokens: TokenText, params: SamplingParams) -> None:
         self._decoder = tokens.decoder()
-        self._stops = StopChecker(stops) if stops else None
+        self._spaces = LeadingSpaces(params)
+        if tokens.strips_first_space and self._spaces.left:
+            self._spaces.left -= 1
+        self._stops = StopChecker(params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(text that can be shown, whether a stop string was completed)."""
-        text = self._decoder.push((token_id,))
+        text = self._spaces.take_off(self._decoder.push((token_id,)))
         return (text, False) if self._stops is None else self._stops.push(text)
 
     def flush(self) -> tuple[str, bool]:

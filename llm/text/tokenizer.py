@@ -40,7 +40,7 @@ class Tokenizer:
         self._added = self._parsing.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
         self._kind = _byte_kind(self._parsing)
-        self._strips_first_space = _strips_first_space(self._parsing)
+        self.strips_first_space = _strips_first_space(self._parsing)
         self._bytes = tuple(self._token_bytes(i) for i in range(self._parsing.get_vocab_size()))
 
     @classmethod
@@ -137,7 +137,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip_next = tokenizer._strips_first_space
+        self._strip_next = tokenizer.strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that is certain by now; special tokens add none."""

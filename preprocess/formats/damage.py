@@ -1,4 +1,4 @@
-"""What is told of a damaged file, whatever its parser raised."""
+"""The error of a damaged file, whatever its parser raised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def damage_is_refused() -> Iterator[None]:
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Pillow warns of damaged metadata, which is no news to whoever runs a server."""
+    """Pillow warns of damaged metadata, which no operator needs to know."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(pillow_for_tiff\.)?PIL\.")
         yield

@@ -1,37 +1,45 @@
-"""The Pillow that reads TIFFs: one whose libtiff leaves no buffer unfilled.
+"""The Pillow that reads TIFFs: one that clears the buffer which libtiff fills.
 
-libtiff before 4.7.2 calls a strip decoded whose data end early or are damaged, and its rest stays what that
-memory held before: pixels of another image. pillow-simd is built on the system's libtiff; beside an old one
-stands a Pillow with a libtiff of its own (packaging/pillow_for_tiff.py), which reads TIFFs and nothing else.
+libtiff succeeds on strips whose data end early or are damaged, and leaves the rest of the buffer what that
+memory held before: pixels of another image, in a Pillow before 13. pillow-simd is such a one, so beside it
+stands a Pillow (packaging/pillow_for_tiff.py) that reads TIFFs and nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import re
 import threading
 from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import PIL
 from PIL import Image
 
 from preprocess.formats.damage import invalid_image
-from preprocess.formats.tiff import COMPRESSION, FAX_COMPRESSIONS, PHOTOMETRIC, WHITE_IS_ZERO
+from preprocess.formats.tiff import (
+    COMPRESSION,
+    FAX_COMPRESSIONS,
+    ORIENTATION,
+    PHOTOMETRIC,
+    ROWS_PER_STRIP,
+    WHITE_IS_ZERO,
+)
 from preprocess.types import ImageError
 
-_FIRST_CLEAN = (4, 7, 2)
+_FIRST_CLEAN = 13
 _BESIDE = "pillow_for_tiff.PIL"
-
-_OF_FAX_ROWS = (b"Premature EOF", b"%s at line")  # that end early, that are too short or too long
+# of fax rows that end early, are too short or too long; of a JPEG
+_MISSING_ROWS = (b"Premature EOF", b"%s at line", b"Improper JPEG strip/tile size")
 
 _ON_MESSAGE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)  # who, what, details
 _ON_OPEN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def open_tiff(file: Any) -> Any:
-    """A `TiffImageFile`. Raises ImageError where no libtiff is at hand that may decode it."""
+    """A `TiffImageFile`. Raises ImageError for a compressed file where no Pillow may decode it."""
     image = _module("TiffImagePlugin").TiffImageFile(file)
     if _uses_libtiff(image) and not is_clean():
         raise ImageError("unsupported_image_format", "Compressed TIFF images can't be read by this server.")
@@ -41,21 +49,33 @@ def open_tiff(file: Any) -> Any:
 def load_tiff(image: Any) -> Image.Image:
     """The pixels as an image of PIL's, where they are.
 
-    libtiff leaves rows zero that are missing or can't be decoded. Raises ImageError `invalid_image` for
-    those, except in a fax page on which zero is white.
+    Raises ImageError `invalid_image` where rows are missing or can't be decoded; of a fax page in one strip
+    they come out white.
     """
     tags = image.tag_v2
-    is_white = tags.get(COMPRESSION) in FAX_COMPRESSIONS and tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
+    is_one_strip = tags.get(ROWS_PER_STRIP, image.height) >= image.height
+    is_upright = tags.get(ORIENTATION, 1) == 1  # Pillow forgets it
     complaints = _complaints() if _uses_libtiff(image) else _Complaints()
     complaints.rows_are_missing = False
     image.load()
-    if complaints.rows_are_missing and not is_white:
-        raise invalid_image()
+    if complaints.rows_are_missing:
+        if tags.get(COMPRESSION) not in FAX_COMPRESSIONS or not (is_one_strip and is_upright):
+            raise invalid_image()
+        if tags.get(PHOTOMETRIC) != WHITE_IS_ZERO:
+            return _with_white_end(image)
     if isinstance(image, Image.Image):
         return image
     if image.mode in ("P", "PA"):  # the palette would stay behind
         image = image.convert("RGB" if image.mode == "P" else "RGBA")
     return Image.fromarrow(image, image.mode, image.size)
+
+
+def _with_white_end(image: Any) -> Image.Image:
+    """What is missing of a page was left zero, and zero is black in it."""
+    pixels = np.array(image.convert("L"))
+    num_rows = np.flatnonzero(pixels.any(axis=1)).max(initial=-1) + 1
+    pixels[num_rows:] = 255
+    return Image.fromarray(pixels)
 
 
 def prepare() -> None:
@@ -65,34 +85,33 @@ def prepare() -> None:
 
 def is_clean() -> bool:
     """Whether compressed TIFFs may be decoded."""
-    return _version(_module("Image").core) >= _FIRST_CLEAN
+    return _major(pillow_in_use()) >= _FIRST_CLEAN
 
 
-def version_in_use() -> str:
-    return ".".join(map(str, _version(_module("Image").core))) or "none"
+def pillow_in_use() -> str:
+    """The version of the Pillow that reads TIFFs."""
+    return str(importlib.import_module(_package()).__version__)
 
 
-def _version(core: Any) -> tuple[int, ...]:
-    """Of the libtiff in a Pillow's `Image.core`; () where it has none."""
-    found = re.search(r"(\d+)\.(\d+)\.(\d+)", getattr(core, "libtiff_version", None) or "")
-    return tuple(map(int, found.groups())) if found else ()
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 @cache
 def _package() -> str:
-    """PIL itself if its libtiff is clean or no other is installed."""
-    if _version(Image.core) >= _FIRST_CLEAN:
+    """PIL itself if it is clean or no other is installed."""
+    if _major(PIL.__version__) >= _FIRST_CLEAN:
         return "PIL"
     try:
-        core = _module("Image", _BESIDE).core
+        core = importlib.import_module(f"{_BESIDE}.Image").core
     except ImportError:
         return "PIL"
     core.set_use_block_allocator(1)  # an image in one piece can be handed over
     return _BESIDE
 
 
-def _module(name: str, package: str | None = None) -> ModuleType:
-    return importlib.import_module(f"{package or _package()}.{name}")
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{_package()}.{name}")
 
 
 def _uses_libtiff(image: Any) -> bool:
@@ -108,7 +127,7 @@ class _Complaints(threading.local):
         self.rows_are_missing = True
 
     def on_warning(self, _who: bytes, what: bytes, _details: int) -> None:
-        if what.startswith(_OF_FAX_ROWS):
+        if what.startswith(_MISSING_ROWS):
             self.rows_are_missing = True
 
 

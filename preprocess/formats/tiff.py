@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from mmap import mmap
 
 from preprocess.formats.damage import damage_is_refused, invalid_image
+from preprocess.formats.file_bytes import FileBytes
 from preprocess.types import ImageError
 
-Buffer = bytes | mmap
+Buffer = bytes | FileBytes
 
 INTEGERS = {1: "B", 3: "H", 4: "I", 13: "I", 16: "Q"}  # types
 _SIZES = {1: (1, 2, 6, 7), 2: (3, 8), 4: (4, 9, 11, 13), 8: (5, 10, 12, 16, 17, 18)}
@@ -21,7 +21,7 @@ _TYPE_BYTES = {kind: size for size, kinds in _SIZES.items() for kind in kinds}
 
 WIDTH, HEIGHT, COMPRESSION, ROWS_PER_STRIP, TILE_WIDTH, TILE_HEIGHT = 256, 257, 259, 278, 322, 323
 STRIPS, TILES = (273, 279), (324, 325)  # offsets, byte counts
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+PHOTOMETRIC, WHITE_IS_ZERO, ORIENTATION = 262, 0, 274
 FAX_COMPRESSIONS, OLD_JPEG = (2, 3, 4, 32771), 6
 OLD_JPEG_STREAM = (513, 514)  # offset, byte count
 OLD_JPEG_TABLES = (519, 520, 521)  # offsets of quantisation, DC and AC tables
@@ -105,13 +105,13 @@ class Entry:
 
 
 def is_tiff(head: Buffer) -> bool:
-    return bytes(head[:4]) in (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
+    return head[:4] in (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 
 
 def layout_of(data: Buffer) -> Layout:
     if not is_tiff(data):
         raise invalid_image()
-    head = bytes(data[:4])
+    head = data[:4]
     return Layout("<" if head[:2] == b"II" else ">", b"+" in head)
 
 
@@ -119,8 +119,8 @@ def layout_of(data: Buffer) -> Layout:
 def page_offsets(data: Buffer, max_pages: int) -> list[int]:
     """Where each page's directory stands; a broken chain ends at its last readable page.
 
-    Smaller versions of a page and masks are no pages, unless there is nothing else. Raises ImageError
-    `invalid_image` if there is none or an offset is one of no file, `too_many_pages` beyond `max_pages`.
+    Smaller versions of a page and masks don't count as pages, unless there is nothing else. Raises ImageError
+    `invalid_image` if there is none or an offset is that of no file, `too_many_pages` beyond `max_pages`.
     """
     layout = layout_of(data)
     pages: list[int] = []
@@ -149,7 +149,7 @@ def unpack(form: str, data: Buffer, at: int) -> tuple[int, ...]:
     """Raises struct.error for a place outside the data, however large its number is."""
     if at > len(data):
         raise struct.error
-    return struct.unpack_from(form, data, at)
+    return struct.unpack(form, data[at : at + struct.calcsize(form)])
 
 
 def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]:
@@ -171,7 +171,7 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
             (place,) = unpack(layout.offset, data, place)
         if length > most or place + length > len(data):
             raise invalid_image()
-        entries[tag] = Entry(tag, kind, number, bytes(data[place : place + length]))
+        entries[tag] = Entry(tag, kind, number, data[place : place + length])
     return entries
 
 

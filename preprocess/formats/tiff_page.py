@@ -92,7 +92,7 @@ class _Pieces:
             raise ImageError("image_too_large", f"The image has more than {self._max_bytes} bytes.")
         if start + count > len(self._data):
             raise invalid_image()
-        return bytes(self._data[start : start + count])
+        return self._data[start : start + count]
 
     def take_rest(self, start: int) -> bytes:
         return self.take(start, max(0, len(self._data) - start))

@@ -47,7 +47,7 @@ def read_webp(data: bytes) -> tuple[bytes, bytes]:
         if kind == _EXTENDED and length > 0:
             flags = data[at + 8] & ~_METADATA_FLAGS
             kept += (view[at : at + 8], bytes((flags,)), view[at + 9 : padded_end])
-        elif kind == _EXIF and end <= len(data):
+        elif kind == _EXIF:
             exif = exif or data[at + 8 : end]
         elif kind in _PIXEL_CHUNKS and not has_picture:
             kept.append(view[at:padded_end])

@@ -1,4 +1,4 @@
-"""What a request costs, told before it runs: tiles, tokens, KV bytes, expected time to first token."""
+"""What a request costs, known before it runs: tiles, tokens, KV bytes, expected time to first token."""
 
 from __future__ import annotations
 

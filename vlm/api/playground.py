@@ -37,5 +37,5 @@ async def index() -> Response:
 @router.get("/static/{name}", openapi_extra=OPEN)
 async def static(name: str) -> Response:
     if name not in _FILES:
-        raise ApiError(404, "not_found", "There is nothing at this address.")
+        raise ApiError(404, "not_found", "Nothing is served at this address.")
     return Response(_FILES[name], media_type=_TYPES[name], headers=_HEADERS)

@@ -23,9 +23,9 @@ class ErrorBody(Model):
 
 
 _DESCRIPTIONS = {
-    400: "The request is wrong; `code` and `param` tell how and where.",
+    400: "The request is invalid; `code` and `param` say how and where.",
     401: "No valid API key.",
-    404: "There is no such thing.",
+    404: "Not found.",
     408: "The body took too long.",
     409: "In conflict with what is stored.",
     413: "The body is too large.",

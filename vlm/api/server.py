@@ -175,7 +175,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(pipeline: Pipeline, config: ServeConfig) -> None:
-    """Serves until it is told to stop.
+    """Serves until it is asked to stop.
 
     Raises ConfigError for settings and addresses that can't be used, and whatever kept the pipeline from
     starting.

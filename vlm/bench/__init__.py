@@ -13,4 +13,7 @@ BENCHMARKS = {
     "peers": "this project's column of the README's table",
     "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
 }
-PARTS = {"caption": ("pages", "orders", "reading", "beside", "kills", "memory")}
+PARTS = {
+    "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),
+    "serve": ("load", "soak"),
+}

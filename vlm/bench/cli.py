@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ _LINES = "\n".join(f"  {name:11} {about}" for name, about in BENCHMARKS.items())
 _PARTS = " ".join(f"Parts of {name}: {', '.join(parts)}." for name, parts in PARTS.items())
 HELP = f"""Measure this installation beside its peers and its machine's limits.
 
-A run takes one to ten minutes on a quiet machine, and says on stderr what it is at.
+A run takes one to ten minutes on a quiet machine, and reports its progress on stderr.
 
 \b
 Benchmarks:
@@ -27,6 +27,7 @@ Benchmarks:
 Examples:
   vlm bench engine --json
   vlm bench caption --part kills --part memory
+  vlm bench serve --part soak --seconds 600
 """
 
 
@@ -36,12 +37,17 @@ def bench_command(
         list[str] | None,
         typer.Option(help=f"Only this part, may be given more than once. {_PARTS}"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a look, no figure to quote.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long the part soak lasts.", show_default="300")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rounds: a quick look, not figures to quote.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     if name not in BENCHMARKS:
         raise CommandError(f"unknown benchmark {name}; known: {', '.join(BENCHMARKS)}")
-    chosen = {}
+    chosen: dict[str, Any] = {}
     if part:
         known = PARTS.get(name, ())
         if unknown := [one for one in part if one not in known]:
@@ -49,6 +55,10 @@ def bench_command(
                 f"{name} has no part {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
             )
         chosen["parts"] = part
+    if seconds is not None:
+        if "soak" not in (part or ()):
+            raise CommandError("--seconds is for a soak: vlm bench serve --part soak --seconds 600")
+        chosen["seconds"] = seconds
     require("bench", "vlm bench", "num2words", "torchvision")
     from vlm.bench.harness.results import table
 

@@ -35,7 +35,9 @@ BLOCK = 16
 CONTEXT = 128  # tokens in the cache when batch 1 starts
 LONG_CONTEXT = 1024  # of each of eight streams: a page of tiles and a question
 STEPS = 12  # per round
-CACHE_BYTES = 64 << 20  # beneath it, the bytes of a step come from a cache, and the memory's rate is no limit
+CACHE_BYTES = (
+    64 << 20
+)  # beneath it, the bytes of a step come from a cache, and the memory's rate is not the limit
 HALVES = (torch.bfloat16, torch.float16)
 SMOLLM2_135M: dict[str, Any] = {
     "hidden_size": 576,

@@ -3,6 +3,8 @@
 TTFT runs from the request sent to its first content token, decoding and queueing included. Goodput counts the
 requests that meet both objectives. Arrivals are Poisson; images come from a pool, so that four in five
 requests are about an image that was asked about before.
+
+Parts: load (all of that, the default), soak (a mixed load for minutes: the memory of the processes).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from vlm.bench.harness.engine_load import document
 from vlm.bench.harness.load_client import Client, Sample, closed_loop, open_loop
 from vlm.bench.harness.results import report, result, say
 from vlm.bench.harness.server_process import Served, served
+from vlm.bench.serving.soak import soak
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec
 
@@ -38,6 +41,7 @@ LOAD = 0.6  # of the closed-loop rate, as Poisson arrivals
 QUESTIONS = ("What is in the image?", "How many shapes are there?", "Describe the image.")
 SIZES = ((128, 128), (640, 480), (1280, 960), (2000, 1500))
 MAX_TOKENS = 32
+SOAK_S = 300.0
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -167,7 +171,10 @@ def poisson(count: int, rate: float, num_images: int, seed: int = 0) -> list[tup
     ]
 
 
-def run(quick: bool = False) -> dict[str, Any]:
+def run(
+    quick: bool = False, parts: Sequence[str] = ("load",), seconds: float | None = None
+) -> dict[str, Any]:
+    """`seconds`: how long a soak lasts."""
     spec = ModelSpec.load("default")
     options = EngineOptions()
     about = {
@@ -177,8 +184,13 @@ def run(quick: bool = False) -> dict[str, Any]:
         "batch": f"<= {options.max_running}",
         "context": f"<= {spec.context_length}",
     }
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as server:
-        return report("serve", asyncio.run(_measure(server, about, quick)))
+    results: dict[str, Any] = {}
+    if "load" in parts:
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as server:
+            results |= asyncio.run(_measure(server, about, quick))
+    if "soak" in parts:
+        results |= soak(seconds or (30.0 if quick else SOAK_S), about)
+    return report("serve", results)
 
 
 async def _measure(server: Served, about: dict[str, Any], quick: bool) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ class EngineGone(Exception):
 
 
 class Start:
-    """What is started when it is first needed; whoever needs it meanwhile waits for the same start."""
+    """What is started when it is first needed; other callers wait for the same start."""
 
     def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
         self._start = start
@@ -58,7 +58,7 @@ class Start:
             self._task.cancel()
             await asyncio.wait([self._task])
             if not self._task.cancelled():
-                self._task.exception()  # read, if by nobody else
+                self._task.exception()  # mark it as retrieved
 
 
 async def _started_already() -> None:
@@ -114,7 +114,7 @@ class Answerer:
 
     async def _lead(self, identity: str, work: PageWork) -> Row:
         future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, if by nobody else
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark it as retrieved
         self._in_flight[identity] = future
         try:
             await self._start()
@@ -132,7 +132,7 @@ class Answerer:
             del self._in_flight[identity]
 
     async def _guarded(self, work: PageWork) -> Row:
-        """What nobody foresaw ends this page alone. Raises `EngineGone`."""
+        """An unforeseen error ends this page alone. Raises `EngineGone`."""
         try:
             return await self._generate(work)
         except EngineGone:

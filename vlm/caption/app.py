@@ -197,7 +197,7 @@ async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
 
 async def _count_sources(inputs: Sequence[str], outputs: Collection[str], stats: RunStats) -> None:
     """Runs ahead of the feed over names only, for the remaining time."""
-    sources = find_sources(inputs, outputs=outputs)
+    sources = find_sources(inputs, outputs=outputs, ordered=False)
     while found := await asyncio.to_thread(lambda: sum(1 for _ in islice(sources, 1000))):
         stats.sources_found += found
     stats.all_found = True

@@ -143,14 +143,17 @@ class CaptionRun:
             await self._write_refusal(PageRef(path, 0, 0, ""), self._context, sha256)
             self.stats.know(1)
             return
-        self._journal.saw_document(path, self._context.question, sha256, self._position)
         if self._keep_document(path, sha256):
+            self._saw(path, sha256)
             return
         document = await outcome(path, self._reader.open(path, sha256))
+        if isinstance(document, Refusal) and document.code == UnreadableFile.code:
+            await self._write_refusal(PageRef(path, 0, 0, ""), self._context, document)
+            self.stats.know(1)
+            return
+        self._saw(path, sha256)
         if isinstance(document, Refusal):
-            is_known = document.code != UnreadableFile.code
-            ref = PageRef(path, 1, 0, sha256) if is_known else PageRef(path, 0, 0, "")
-            await self._write_refusal(ref, self._context, document)
+            await self._write_refusal(PageRef(path, 1, 0, sha256), self._context, document)
             self.stats.know(1)
             return
         self.stats.know(document.num_pages)
@@ -160,11 +163,15 @@ class CaptionRun:
             if self.stopping:
                 return
 
+    def _saw(self, path: str, sha256: str) -> None:
+        """Rows of the document's earlier content are out of date from now on."""
+        self._journal.saw_document(path, self._context.question, sha256, self._position)
+
     def _loader(self, document: Document, index: int) -> LoadRequest:
         async def load() -> LoadedPage:
             page = await document.load(index)
-            digest = await asyncio.to_thread(lambda: hashlib.sha256(page.data).hexdigest())
-            return LoadedPage(digest, self._question.messages(page.data), self._question.params, page.warning)
+            messages = self._question.messages(page.data)
+            return LoadedPage(page.sha256, messages, self._question.params, page.warning)
 
         return load
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
 import stat
 import threading
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TypeVar
 
+from preprocess.formats.file_bytes import CHANGED, FileBytes
 from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
 from preprocess.limits import ImageLimits
@@ -35,15 +35,17 @@ T = TypeVar("T")
 
 TEXT_NOT_DRAWN = PageWarning(
     "text_not_drawn",
-    "Text of the page is not in its picture: fonts are missing that the PDF does not bring along.",
+    "Some text of the page is missing from its picture: the PDF does not embed the fonts, and they are not "
+    "installed.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PageImage:
-    """A page's bytes, and what is to be known of them."""
+    """A page's bytes, and what is to be known of them. Equal pages have equal hashes."""
 
     data: bytes
+    sha256: str
     warning: PageWarning | None = None
 
 
@@ -81,7 +83,7 @@ class Refusal:
 
 
 async def outcome(where: str, making: Awaitable[T]) -> T | Refusal:
-    """What is made of a file. Nothing that a file does ends a run: what nobody foresaw is logged and its row
+    """What is made of a file. Nothing that a file does ends a run: an unforeseen error is logged and its row
     says that the fault is ours."""
     try:
         return await making
@@ -94,7 +96,7 @@ async def outcome(where: str, making: Awaitable[T]) -> T | Refusal:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[BufferedReader]:
-    """The file, opened. Raises `UnreadableFile`, also for an OSError of whoever reads it."""
+    """The file, opened. Raises `UnreadableFile`, also for an OSError while it is read."""
     try:
         # without waiting: a pipe's opening would last until somebody writes into it
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -129,26 +131,42 @@ def _sha256(path: str, size: int, stopped: threading.Event) -> str:
     return digest.hexdigest()
 
 
-def _read(path: str, max_bytes: int) -> bytes:
+def _page(data: bytes, warning: PageWarning | None = None) -> PageImage:
+    return PageImage(data, hashlib.sha256(data).hexdigest(), warning)
+
+
+def _image(path: str, file_sha256: str, max_bytes: int) -> PageImage:
     with _reading(path) as file:
-        data = file.read(max_bytes + 1) or b""  # it may have grown since it was looked at
-    if len(data) > max_bytes:
-        raise _too_large(max_bytes)
-    return data
+        data = file.read(max_bytes + 1) or b""
+    page = _page(data)
+    if page.sha256 != file_sha256:
+        raise UnreadableFile(CHANGED)
+    return page
+
+
+@contextlib.contextmanager
+def _bytes_of(path: str) -> Iterator[FileBytes]:
+    """Raises `UnreadableFile`, also where a parser took it for damage."""
+    with _reading(path) as file:
+        data = FileBytes(file.fileno())
+        try:
+            yield data
+        except ImageError:
+            if data.fault is not None:
+                raise data.fault from None
+            raise
 
 
 def _tiff_offsets(path: str, max_pages: int) -> list[int]:
-    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with _bytes_of(path) as data:
         return page_offsets(data, max_pages)
 
 
-def _tiff_page(path: str, offset: int, max_bytes: int) -> bytes:
-    with _reading(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return page_file(data, offset, max_bytes)
-
-
-def _too_large(max_bytes: int) -> ImageError:
-    return ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
+def _tiff_page(path: str, size: int, offset: int, max_bytes: int) -> PageImage:
+    with _bytes_of(path) as data:
+        if len(data) != size:
+            raise UnreadableFile(CHANGED)
+        return _page(page_file(data, offset, max_bytes))
 
 
 def _check_format(path: str, head: bytes) -> None:
@@ -159,7 +177,7 @@ def _check_format(path: str, head: bytes) -> None:
         if not head:
             return  # told as an empty image
         if path.lower().endswith(".pdf"):
-            raise ImageError("invalid_pdf", "The file is named .pdf but is no PDF.") from None
+            raise ImageError("invalid_pdf", "The file is named .pdf but is not a PDF.") from None
         raise ImageError(error.code, f"{error.message} PDFs are read too.") from None
 
 
@@ -196,15 +214,19 @@ class DocumentReader:
                 return self._open_tiff(path, file_sha256, size, offsets)
         max_bytes = self.image_limits.max_bytes
         if size > max_bytes:
-            raise _too_large(max_bytes)
-        return Document(file_sha256, 1, size, lambda index: _on_thread(_read, path, max_bytes))
+            raise ImageError("image_too_large", f"The image has more than {max_bytes} bytes.")
+
+        async def load(index: int) -> PageImage:
+            return await asyncio.to_thread(_image, path, file_sha256, max_bytes)
+
+        return Document(file_sha256, 1, size, load)
 
     async def _open_pdf(self, path: str, file_sha256: str) -> Document:
         num_pages = await self.renderer.count(path)
 
         async def load(index: int) -> PageImage:
             page = await self.renderer.render(path, index)
-            return PageImage(page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
+            return await asyncio.to_thread(_page, page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
 
         return Document(file_sha256, num_pages, _PDF_PAGE_BYTES, load)
 
@@ -212,10 +234,6 @@ class DocumentReader:
         max_bytes = self.image_limits.max_bytes
 
         async def load(index: int) -> PageImage:
-            return await _on_thread(_tiff_page, path, offsets[index], max_bytes)
+            return await asyncio.to_thread(_tiff_page, path, size, offsets[index], max_bytes)
 
         return Document(file_sha256, len(offsets), size // len(offsets) + 1, load)
-
-
-async def _on_thread(function: Callable[..., bytes], *arguments: object) -> PageImage:
-    return PageImage(await asyncio.to_thread(function, *arguments))

@@ -55,7 +55,7 @@ def choose_format(output: Path, given: Format | None) -> Format:
     if given and named and given != named:
         raise ValueError(f"{output} is named .{suffix} but --format is {given}: change one of them")
     if not given and not named and suffix:
-        raise ValueError(f"{output}: .{suffix} is no format; use .jsonl, .csv or .md, or add --format")
+        raise ValueError(f"{output}: .{suffix} is not a format; use .jsonl, .csv or .md, or add --format")
     return given or named or "jsonl"
 
 

@@ -9,6 +9,7 @@ import codecs
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from stat import S_ISREG
@@ -22,6 +23,7 @@ UNREADABLE = frozenset((".heic", ".heif", ".avif", ".svg", ".ico", ".jp2"))
 """Images of formats that aren't accepted: in a folder each gets an error row rather than silence."""
 
 _LIST_BYTES = 1 << 20  # of a list file at a time
+_MOST_VISITS = 16  # of one folder over links, which may lead to it over more ways than can be counted
 
 
 class InputError(CommandError):
@@ -82,7 +84,7 @@ def _check_list(path: str) -> None:
         if S_ISREG(os.stat(path).st_mode):
             return
     except FileNotFoundError:
-        raise InputError(f"there is no list file {path}") from None
+        raise InputError(f"the list file {path} does not exist") from None
     raise InputError(f"the list file {path} is a folder, a pipe or a device; it must be a regular file")
 
 
@@ -91,28 +93,33 @@ def _matches(argument: str) -> bool:
 
 
 def find_sources(
-    arguments: Sequence[str], skipped: Skipped | None = None, outputs: Collection[str] = ()
+    arguments: Sequence[str],
+    skipped: Skipped | None = None,
+    outputs: Collection[str] = (),
+    *,
+    ordered: bool = True,
 ) -> Iterator[Source]:
     """Files in the arguments' order. A file that is named twice comes twice; its rows are written once.
 
-    outputs: of this run; where they are found among the inputs they are no documents.
+    outputs: of this run; where they are found among the inputs they are not documents. ordered: for a large
+    folder natural order costs time and memory, which a mere count has no use for.
     """
     skipped = skipped if skipped is not None else Skipped()
     names = {os.path.basename(output) for output in outputs}
-    for source in _find(arguments, skipped):
+    for source in _find(arguments, _Walker(skipped, ordered)):
         if os.path.basename(source.path) in names and os.path.realpath(source.path) in outputs:
             skipped.add(source.path)
         else:
             yield source
 
 
-def _find(arguments: Sequence[str], skipped: Skipped) -> Iterator[Source]:
+def _find(arguments: Sequence[str], walker: _Walker) -> Iterator[Source]:
     for argument in arguments:
         if _is_list(argument):
             for name in _listed(argument[1:]):
-                yield from _expand(name, skipped)
+                yield from _expand(name, walker)
         else:
-            yield from _expand(argument, skipped)
+            yield from _expand(argument, walker)
 
 
 def _listed(path: str) -> Iterator[str]:
@@ -132,15 +139,15 @@ def _listed(path: str) -> Iterator[str]:
                     yield listed if os.path.lexists(listed) else listed.strip()
 
 
-def _expand(argument: str, skipped: Skipped) -> Iterator[Source]:
+def _expand(argument: str, walker: _Walker) -> Iterator[Source]:
     path = os.path.normpath(argument)
     if os.path.isdir(path):
-        yield from _walk(path, skipped)
+        yield from walker.walk(path)
     elif glob.has_magic(argument) and not os.path.lexists(path):
         for found in sorted(glob.iglob(argument, recursive=True), key=natural_key):
             if os.path.isdir(found):
                 if "**" not in argument:  # "**" names the folders' content by itself
-                    yield from _walk(os.path.normpath(found), skipped)
+                    yield from walker.walk(os.path.normpath(found))
             else:
                 yield _source(os.path.normpath(found))
     else:
@@ -154,37 +161,55 @@ def _source(path: str) -> Source:
 @dataclass(slots=True)
 class _Folder:
     identity: tuple[int, int]  # device, inode
+    is_linked: bool  # it or a folder above it was reached over a link
     entries: Iterator[os.DirEntry[str]]
 
 
-def _walk(path: str, skipped: Skipped) -> Iterator[Source]:
-    """Files and folders together in natural order; hidden ones left out, loops of links cut."""
-    above: list[_Folder] = []  # without recursion: folders may lie deeper than Python's stack
+class _Walker:
+    """Goes through folders without recursion: they may lie deeper than Python's stack."""
 
-    def enter(folder: str) -> Iterator[Source]:
+    def __init__(self, skipped: Skipped, ordered: bool) -> None:
+        self._skipped = skipped
+        self._ordered = ordered
+        self._above: list[_Folder] = []
+        self._visits: Counter[tuple[int, int]] = Counter()  # of folders that are reached over links
+
+    def walk(self, path: str) -> Iterator[Source]:
+        """Files and folders together in natural order; hidden ones left out, loops of links cut."""
+        yield from self._enter(path, is_linked=False)
+        while self._above:
+            here = self._above[-1]
+            entry = next(here.entries, None)
+            if entry is None:
+                self._above.pop()
+            elif _is_folder(entry):
+                yield from self._enter(entry.path, here.is_linked or entry.is_symlink())
+            elif os.path.splitext(entry.name)[1].lower() in READABLE | UNREADABLE:
+                yield Source(entry.path)
+            else:
+                self._skipped.add(entry.path)
+
+    def _enter(self, path: str, is_linked: bool) -> Iterator[Source]:
         try:
-            status = os.stat(folder)
+            status = os.stat(path)
             identity = (status.st_dev, status.st_ino)
-            if identity in (upper.identity for upper in above):
+            if self._is_cut(identity, is_linked):
                 return
-            with os.scandir(folder) as found:
-                entries = sorted((e for e in found if not e.name.startswith(".")), key=_entry_key)
+            with os.scandir(path) as found:
+                entries = [entry for entry in found if not entry.name.startswith(".")]
         except OSError:
-            yield Source(folder)  # becomes an error row
+            yield Source(path)  # becomes an error row
             return
-        above.append(_Folder(identity, iter(entries)))
+        if self._ordered:
+            entries.sort(key=_entry_key)
+        self._above.append(_Folder(identity, is_linked, iter(entries)))
 
-    yield from enter(path)
-    while above:
-        entry = next(above[-1].entries, None)
-        if entry is None:
-            above.pop()
-        elif _is_folder(entry):
-            yield from enter(entry.path)
-        elif os.path.splitext(entry.name)[1].lower() in READABLE | UNREADABLE:
-            yield Source(entry.path)
-        else:
-            skipped.add(entry.path)
+    def _is_cut(self, identity: tuple[int, int], is_linked: bool) -> bool:
+        if is_linked:
+            self._visits[identity] += 1
+            if self._visits[identity] > _MOST_VISITS:
+                return True
+        return identity in (upper.identity for upper in self._above)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

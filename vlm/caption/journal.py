@@ -37,7 +37,7 @@ class Journal:
         """Raises `OutputBusy`, `NotAnOutput`, OSError. Repairs a last line that a kill tore."""
         self.path = path
         self.num_loaded = 0
-        self.num_damaged = 0  # lines in the middle that are no rows, or hold raw bytes of a name
+        self.num_damaged = 0  # lines in the middle that are not rows, or hold raw bytes of a name
         self._fd = _open_locked(path)
         self._index = JournalIndex()
         try:
@@ -173,7 +173,7 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NotAnOutput(f"{path} is no regular file (rows go to stdout with: -o -)")
+                raise NotAnOutput(f"{path} is not a regular file (rows go to stdout with: -o -)")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):

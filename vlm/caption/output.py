@@ -94,7 +94,7 @@ def _check_view(output: Path, path: Path, rows_path: Path) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise NotAnOutput(f"{output} is no regular file (rows go to stdout with: -o -)")
+        raise NotAnOutput(f"{output} is not a regular file (rows go to stdout with: -o -)")
     if path.stat().st_size and not rows_path.exists():
         raise NotAnOutput(
             f"{output} exists, and {rows_path.name} beside it, which a run would continue, does not: "

@@ -141,7 +141,9 @@ def summary_lines(numbers: dict[str, Any], examples: list[str]) -> list[str]:
     if numbers["warnings"]:
         lines.append(f"{numbers['warnings']} with a warning" + _by_code(numbers["warning_codes"]))
     if numbers["skipped_files"]:
-        no_documents = "file is no document" if numbers["skipped_files"] == 1 else "files are no documents"
+        no_documents = (
+            "file is not a document" if numbers["skipped_files"] == 1 else "files are not documents"
+        )
         lines.append(
             f"{numbers['skipped_files']} {no_documents}, for example {', '.join(map(one_line, examples))}"
         )

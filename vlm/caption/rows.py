@@ -18,7 +18,7 @@ RETRIED_CODES = TRANSIENT | {"unreadable_file", "page_crashed"}
 """Errors that say nothing about the page: it is tried again."""
 
 INTERNAL = ("internal_error", "The page could not be processed because of a fault on our side.")
-"""(code, message) of what nobody foresaw."""
+"""(code, message) of an unforeseen error."""
 
 _LINE_BREAKS = "\x85\u2028\u2029"  # beside those that JSON escapes anyway
 _NUMBERS, _MOST_PAGES = ("page", "page_count"), 1 << 40
@@ -46,7 +46,7 @@ class PageWarning:
 class PageRef:
     """A page of the input. Pages count from 1; `page_count` is 0 while unknown."""
 
-    path: str  # as the system names it: bytes that are no UTF-8 are surrogates
+    path: str  # as the system names it: bytes that are not UTF-8 are surrogates
     page: int
     page_count: int
     file_sha256: str  # "" for a file that can't be read

@@ -1,4 +1,4 @@
-"""Counters of a run, updated by the runner and read by whoever reports."""
+"""Counters of a run, updated by the runner and read by the progress line."""
 
 from __future__ import annotations
 

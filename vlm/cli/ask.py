@@ -70,7 +70,7 @@ async def answer(
 async def answer_messages(
     pipeline: Pipeline, question: str, messages: Sequence[ChatMessage], params: SamplingParams
 ) -> Answer:
-    """Waits for the whole answer to `messages`; `question` is what it is told under."""
+    """Waits for the whole answer to `messages`; `question` is what it is printed under."""
     prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", messages, params)
     text, reason = "", "stop"
     usage, timings = Usage(0, 0, 0, 0), Timings()

@@ -34,14 +34,14 @@ def imaging() -> dict[str, str]:
     import PIL
     from PIL import features
 
-    from preprocess.formats.libtiff import is_clean, version_in_use
+    from preprocess.formats.libtiff import is_clean, pillow_in_use
 
     return {
         "library": "pillow-simd" if ".post" in PIL.__version__ else "Pillow",
         "version": PIL.__version__,
         "jpeg": str(features.version("jpg")),
         "turbo": str(features.check_feature("libjpeg_turbo")),
-        "libtiff": version_in_use(),
+        "tiff_pillow": pillow_in_use(),
         "compressed_tiffs": "read" if is_clean() else "refused",
     }
 
@@ -87,8 +87,8 @@ def advice(found: dict[str, Any]) -> list[str]:
         lines.append(f"{found['native']['library']}; torch takes its place")
     if found["imaging"]["compressed_tiffs"] == "refused":
         lines.append(
-            f"libtiff {found['imaging']['libtiff']} shows other images' pixels for damaged files: compressed "
-            "TIFFs are refused (packaging/pillow_for_tiff.py installs one that doesn't)"
+            f"compressed TIFFs are refused: PIL {found['imaging']['tiff_pillow']} may show other images' "
+            "pixels for damaged ones (packaging/pillow_for_tiff.py installs one that doesn't)"
         )
     if not found["redis_server"]:
         lines.append(

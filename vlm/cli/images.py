@@ -69,7 +69,7 @@ def name_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path, data: bytes) -> Iterator[None]:
-    """Raises `CommandError` with the image's name for an `ImageError`, and for what nobody foresaw."""
+    """Raises `CommandError` with the image's name for an `ImageError`, and for an unforeseen error."""
     try:
         yield
     except ImageError as error:

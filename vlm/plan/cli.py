@@ -115,7 +115,7 @@ def serve(
     bits = precision_of(weight_bits, kv_bits, compute_bits)
     precision = stored(chosen, shape, bits, weights, kv_storage)
     if not 0 <= cached_tokens < prompt_tokens:
-        raise CostError("at least one token of the prompt is not cached")
+        raise CostError("at least one token of the prompt must be uncached")
     load = serving.Workload(
         prompt_tokens,
         at_least_one(output_tokens, "the number of output tokens"),

@@ -70,5 +70,5 @@ def show(plan: Any, text: str, as_json: bool, **more: Any) -> None:
 
 def at_least_one(value: int, name: str) -> int:
     if value < 1:
-        raise CostError(f"{name} is at least 1")
+        raise CostError(f"{name} must be at least 1")
     return value

@@ -26,7 +26,7 @@ _SERVER_FAULTS = dict.fromkeys(TRANSIENT, 503) | dict.fromkeys(OURS, 500)
 _STATUS_TEXTS = {
     400: ("invalid_request", "The request could not be understood."),
     401: ("invalid_api_key", "A valid API key is required."),
-    404: ("not_found", "There is nothing at this address."),
+    404: ("not_found", "Nothing is served at this address."),
     405: ("method_not_allowed", "This address does not support this method."),
     413: ("request_too_large", "The request is too large."),
     415: ("unsupported_media_type", "The content type is not supported."),

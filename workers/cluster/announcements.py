@@ -1,4 +1,4 @@
-"""Whoever waits for work is woken when it is done. A lost announcement costs no more than the next look."""
+"""Waiters for work are woken when it is done. A lost announcement costs no more than the next look."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class BlobStore(Protocol):
 
 
 class MemoryBlobStore:
-    """The twin inside one process. It copies, as a server would, so nobody can share a buffer through it."""
+    """The twin inside one process. It copies, as a server would, so callers share no buffer."""
 
     def __init__(
         self, cap_bytes: int = DEFAULT_CAP_BYTES, clock: Callable[[], float] = time.monotonic

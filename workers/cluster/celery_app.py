@@ -62,8 +62,8 @@ def default_name() -> str:
 
 @worker_ready.connect
 def _say_ready(sender: Any, **_: Any) -> None:
-    """Celery is told to be quiet; whoever starts a worker wants to see that it works."""
-    print(f"{sender.hostname} takes work", file=sys.__stderr__, flush=True)  # not as a warning in its log
+    """Celery is quiet; an operator wants to see that the worker is ready."""
+    print(f"{sender.hostname} is ready", file=sys.__stderr__, flush=True)  # not as a warning in its log
 
 
 def passing_queue(name: str) -> Queue:

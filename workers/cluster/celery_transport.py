@@ -41,7 +41,7 @@ class LastingQoS(kombu_redis.QoS):
             virtual.QoS.append(self, message, delivery_tag)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """What nobody acknowledged for `visibility_timeout` on Redis's clock, whatever this host's says."""
+        """What was not acknowledged for `visibility_timeout` on Redis's clock, whatever this host's says."""
         with self.channel.conn_or_acquire() as client:
             ahead_s = time.time() - RedisClock(client).now()
         self.visibility_timeout = self.channel.visibility_timeout + ahead_s
@@ -74,7 +74,7 @@ class LastingChannel(kombu_redis.Channel):
     def _do_restore_message(
         self, payload: Any, exchange: str, routing_key: str, pipe: Any, leftmost: bool = False
     ) -> None:
-        """What a dead replica did not acknowledge goes back into its queue, which nobody reads."""
+        """What a dead replica did not acknowledge goes back into its queue, which no process reads."""
         super()._do_restore_message(payload, exchange, routing_key, pipe, leftmost)
         for queue in self._lookup(exchange, routing_key):
             if queue.startswith(GENERATE_PREFIX):

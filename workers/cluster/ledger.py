@@ -1,12 +1,12 @@
 """Who works on what, kept in Redis: leases, attempts, waiters and verdicts of one kind of work.
 
 A piece of work has a content key, so doing it twice does no harm, and nothing here has to be exact:
-- waiters: who wants the result, renewed by asking; a message that nobody wants any more is dropped.
+- waiters: who wants the result, renewed by asking; a message that no waiter wants any more is dropped.
 - claim: a message for it is under way; ends when a worker takes it up, or by itself if the message is lost.
 - lease: a worker is at it, renewed by its heartbeat. No lease after an attempt began means that it died.
 - attempts: how often it was begun for those who wait; a piece that has used them all is failed, whoever
   notices.
-- verdict: why it failed, for those who waited then. Whoever comes later begins anew.
+- verdict: why it failed, for those who waited then. Later requests begin anew.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WorkLedger:
         return int(self._beat(keys=self._keys(key), args=[token, _ms(LEASE_S)]))
 
     def end(self, key: str, token: str, outcome: Outcome) -> None:
-        """`undone` takes the attempt back: it was no fault of the work. Wakes whoever waits."""
+        """`undone` takes the attempt back: it was not the work's fault. Wakes the waiters."""
         self._end(keys=self._keys(key), args=[token, outcome])
         self.announce(key)
 

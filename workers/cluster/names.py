@@ -37,7 +37,7 @@ def generate_queue(replica: str) -> str:
 
 
 def encoder_tiles_blob(key: str) -> str:
-    """Tiles on their way to whoever encodes them."""
+    """Tiles on their way to their encoder."""
     return f"encoder-tiles:{key}"
 
 

@@ -29,7 +29,7 @@ def connect(url: str, patience_s: float = 0.0) -> redis.Redis:
     patience_s: roughly how long a call tries again before it raises. Raises ValueError for another scheme.
     """
     if not url.startswith(SCHEMES):
-        raise ValueError(f"a Redis URL starts with one of {', '.join(SCHEMES)}")
+        raise ValueError(f"a Redis URL must start with one of {', '.join(SCHEMES)}")
     options: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
@@ -69,6 +69,6 @@ def _check_one(name: str, url: str) -> None:
         reason = "the password is wrong or missing" if no_password else error
         raise ValueError(f"{name}: Redis at {where} refuses this client: {reason}") from None
     except (redis.RedisError, OSError):
-        log.warning("%s: Redis at %s can't be reached; it is waited for", name, where)
+        log.warning("%s: Redis at %s can't be reached; waiting for it", name, where)
     finally:
         client.close()

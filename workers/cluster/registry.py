@@ -35,7 +35,7 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', t[1] - ARGV[4])
 class Registry:
     """Heartbeats of one kind. Every method may raise `redis.RedisError`.
 
-    All times are Redis's own: a member whose clock is wrong forgets nobody.
+    All times are Redis's own: a member whose clock is wrong forgets no other.
     """
 
     def __init__(self, client: redis.Redis, kind: str) -> None:
@@ -82,7 +82,7 @@ def _about(value: bytes | None) -> About | None:
 
 
 class Watch:
-    """The last look at a registry. While Redis is away, and GRACE_S after, nobody counts as dead.
+    """The last look at a registry. While Redis is away, and GRACE_S after, no member counts as dead.
 
     Being away is an outage, and so is a look that comes so late that this process must have stood still.
     """
@@ -124,8 +124,8 @@ class Watch:
         silent = members.keys() - self.alive.keys()
         self._silent_since = {name: self._silent_since.get(name, now) for name in silent}
         if self._contact_since is None:
-            first_look = self.outages == 0
-            self._contact_since = now - (GRACE_S if first_look else 0.0)
+            is_first_look = looked is None
+            self._contact_since = now - (GRACE_S if is_first_look else 0.0)
         return True
 
     def _lose_contact(self) -> None:

@@ -1,6 +1,6 @@
 """Background loops: none ends in silence.
 
-A loop is a turn that is taken again and again. A turn that raises is told in the log and taken again after a
+A loop is a turn that is taken again and again. A turn that raises is logged and taken again after a
 pause that grows with every failure in a row.
 """
 
@@ -60,7 +60,7 @@ async def keep_going(
 ) -> None:
     """Takes turns until one returns True, or until it is cancelled.
 
-    expected: errors that are no surprise; after these it pauses for `max_pause_s` at most.
+    expected: errors that are expected; after these it pauses for `max_pause_s` at most.
     """
     setbacks = _Setbacks(name, expected, max_pause_s)
     while True:
@@ -80,7 +80,7 @@ async def keep_going(
 
 
 def log_failure(done: Future[Any]) -> None:
-    """For `add_done_callback`, where nobody asks how it ended."""
+    """For `add_done_callback`, where no caller asks how it ended."""
     if not done.cancelled() and (error := done.exception()) is not None:
         log.error("work in the background failed", exc_info=error)
 

@@ -1,4 +1,4 @@
-"""Event streams by request: fed from an engine's events, read by whoever asked."""
+"""Event streams by request: fed from an engine's events, read by the request's handler."""
 
 from __future__ import annotations
 

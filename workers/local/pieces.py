@@ -1,4 +1,4 @@
-"""Batch answers in pieces: nobody reads them along."""
+"""Batch answers in pieces: nobody watches them live."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PIECE_TOKENS = 16
 
 
 class Pieces:
-    """Joins the tokens of batch requests. The first is told at once, then `PIECE_TOKENS` together.
+    """Joins the tokens of batch requests. The first is sent at once, then `PIECE_TOKENS` together.
 
     Every event costs the serving process time on its way to a client, and the processor that it takes for
     batch work is one that interactive requests wait for. Texts, tokens and their order stay the same.
@@ -26,7 +26,7 @@ class Pieces:
         return sum(len(deltas) for choices in self._held.values() for deltas in choices.values())
 
     def join(self, events: Iterable[Event]) -> list[Event]:
-        """What may be told now, in order."""
+        """What may be sent now, in order."""
         told: list[Event] = []
         for event in events:
             if not isinstance(event, Delta):

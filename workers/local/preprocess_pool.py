@@ -269,7 +269,7 @@ class DecodeProcess:
         json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
         header = json.loads(await self._read(json_bytes))
         if not isinstance(header, dict):
-            raise ValueError("a frame's header is an object")
+            raise ValueError("a frame's header must be an object")
         return header, await self._read(payload_bytes)
 
     async def _read(self, count: int) -> bytearray:

@@ -34,7 +34,7 @@ S = TypeVar("S", bound="Stepped")
 class StepThread(Generic[S, Out]):
     """Builds a `Stepped` on a thread of its own, and runs there what others ask between two steps.
 
-    An exception out of `step` or `after_step` ends the thread and is told to `on_crash`. So is a hang: work
+    An exception out of `step` or `after_step` ends the thread and is passed to `on_crash`. So is a hang: work
     without any progress for `stall_s`, inside a step too, where what was built adds to the `Progress` that
     `make` is given.
     """

@@ -68,7 +68,7 @@ async def check(path: Path, endpoint: str, index: Path) -> tuple[int, list[LineE
             if found["os_error"]:
                 raise OSError(*found["os_error"])
             return found["total"], [LineError(**error) for error in found["errors"]]
-    raise RuntimeError("the process that checks batches dies")
+    raise RuntimeError("the process that checks batches died")
 
 
 def validate(
@@ -84,7 +84,7 @@ def validate(
     for number, (offset, line) in enumerate(placed_lines(str(path)), 1):
         total = number
         if number > max_rows:
-            return total, [LineError("too_many_lines", f"A batch has at most {max_rows} lines.", None)]
+            return total, [LineError("too_many_lines", f"A batch may have at most {max_rows} lines.", None)]
         try:
             custom_id = parse_line(line, endpoint).custom_id
             if custom_id in seen:

@@ -129,10 +129,12 @@ async def create_batch(body: BatchRequest, request: Request) -> JSONResponse:
     """Runs the requests of a file; rows are written as they are done, in no particular order."""
     runner, service, caller = _runner(request), service_of(request), caller_of(request)
     if body.endpoint not in ENDPOINTS:
-        raise invalid("invalid_value", f"'endpoint' is one of {', '.join(ENDPOINTS)}.", "endpoint")
+        raise invalid("invalid_value", f"'endpoint' must be one of {', '.join(ENDPOINTS)}.", "endpoint")
     if body.completion_window not in WINDOWS_S:
         raise invalid(
-            "invalid_value", f"'completion_window' is one of {', '.join(WINDOWS_S)}.", "completion_window"
+            "invalid_value",
+            f"'completion_window' must be one of {', '.join(WINDOWS_S)}.",
+            "completion_window",
         )
     if not await runner.take_lock():
         raise ApiError(

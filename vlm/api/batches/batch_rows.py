@@ -93,7 +93,7 @@ class RowFile:
         await self._log.append(lines, written)
 
     async def flush(self) -> None:
-        """After it what is done is what is on disk, as long as nobody appends."""
+        """After it what is done is what is on disk, as long as no row is appended."""
         await self._log.flush()
 
 

@@ -108,7 +108,7 @@ class BatchRunner:
             try:
                 unfinished = await asyncio.to_thread(self.store.unfinished)
             except BaseException:
-                self._lock_fd = None  # whoever takes it next begins with those batches
+                self._lock_fd = None  # the next runner begins with those batches
                 os.close(lock_fd)
                 raise
             for batch in unfinished:

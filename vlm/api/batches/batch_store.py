@@ -128,7 +128,7 @@ class BatchStore:
         try:
             os.link(input_path, folder / INPUT)
         except FileNotFoundError:
-            raise ApiError(404, "file_not_found", "There is no such file.", "input_file_id") from None
+            raise ApiError(404, "file_not_found", "File not found.", "input_file_id") from None
         except OSError:  # another file system
             shutil.copyfile(input_path, folder / INPUT)
         self.save(batch)
@@ -151,7 +151,7 @@ class BatchStore:
         sync_folder(folder)
 
     def get(self, namespace: str, batch_id: str) -> Batch:
-        missing = ApiError(404, "batch_not_found", "There is no such batch.")
+        missing = ApiError(404, "batch_not_found", "Batch not found.")
         if not BATCH_ID.fullmatch(batch_id):
             raise missing
         folder = self._namespace_folder(namespace) / batch_id
@@ -177,7 +177,7 @@ class BatchStore:
             except FileNotFoundError:
                 continue
             except ValueError:
-                log.exception("a batch is left out: its state can't be read", extra={"path": str(path)})
+                log.exception("a batch was skipped: its state can't be read", extra={"path": str(path)})
         return batches
 
     def ask_to_cancel(self, batch: Batch) -> None:

@@ -18,7 +18,7 @@ class _Line:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Whoever has the least under way is next; among equals, whoever has waited longest."""
+        """The owner with the least under way is next; among equals, the one that has waited longest."""
         return self.running, self.last_turn
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm.request import Delta, Timings, TokenLogprob, Usage
-from llm.text.tokenizer import Tokenizer
+from llm.text.outputs import LeadingSpaces, without_spaces
 from vlm.api.chat.generate import Generation
 from vlm.requests.errors import ApiError, error_body
 
@@ -40,25 +40,40 @@ def timings_json(timings: Timings | None) -> dict[str, float] | None:
     return {name: round(value, 3) for name, value in asdict(timings).items()}
 
 
-def _token_json(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    text = data.decode(errors="replace") if data else tokenizer.decode([token_id], skip_special=False)
-    # -9999 stands for minus infinity, which JSON lacks; the official API does the same
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data or text.encode())}
+class LogprobsWriter:
+    """Log-probabilities of one choice's tokens as JSON.
 
+    Every token is told as what it adds to the content: a space that is dropped there is dropped here, from
+    the token and from what could have stood in its place.
+    """
 
-def logprobs_json(tokenizer: Tokenizer, entries: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            **_token_json(tokenizer, entry.token_id, entry.logprob),
-            "top_logprobs": [_token_json(tokenizer, token, logprob) for token, logprob in entry.top],
-        }
-        for entry in entries
-    ]
+    def __init__(self, generation: Generation) -> None:
+        self._tokenizer = generation.service.pipeline.spec.tokenizer
+        self._spaces = LeadingSpaces(generation.prepared.request.params)
+
+    def json(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        told = []
+        for entry in entries:
+            alternatives = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+            told.append({**self._token(entry.token_id, entry.logprob), "top_logprobs": alternatives})
+            self._spaces.take_off(self._tokenizer.token_bytes(entry.token_id))
+        return told
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        if data:
+            data = without_spaces(data, self._spaces.left)
+            text = data.decode(errors="replace")
+        else:
+            text = self._tokenizer.decode([token_id], skip_special=False)
+            data = text.encode()
+        # -9999 stands for minus infinity, which JSON lacks; the official API does the same
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
 
 @dataclass
 class _Choice:
+    writer: LogprobsWriter
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str = "stop"
@@ -78,15 +93,14 @@ def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any
 
 async def completion(generation: Generation, service_tier: str = "default") -> dict[str, Any]:
     """Reads a generation to its end. Raises ApiError."""
-    tokenizer = generation.service.pipeline.spec.tokenizer
     wants_logprobs = generation.prepared.request.params.logprobs is not None
-    choices = [_Choice() for _ in range(generation.num_choices)]
+    choices = [_Choice(LogprobsWriter(generation)) for _ in range(generation.num_choices)]
     async with contextlib.aclosing(generation.events()) as events:
         async for event in events:
             choice = choices[event.choice]
             if isinstance(event, Delta):
                 choice.texts.append(event.text)
-                choice.logprobs += logprobs_json(tokenizer, event.logprobs)
+                choice.logprobs += choice.writer.json(event.logprobs)
             else:
                 choice.finish_reason = event.reason
     assert generation.usage is not None  # `events` ends with it or raises
@@ -124,7 +138,7 @@ async def chunks(
     head = _head(generation, "chat.completion.chunk", service_tier)
     if include_usage:
         head["usage"] = None
-    tokenizer = generation.service.pipeline.spec.tokenizer
+    writers = [LogprobsWriter(generation) for _ in range(generation.num_choices)]
     wants_logprobs = generation.prepared.request.params.logprobs is not None
 
     def chunk(index: int, delta: dict[str, Any], beside: dict[str, Any] | None = None, **more: Any) -> bytes:
@@ -140,7 +154,7 @@ async def chunks(
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
             if isinstance(event, Delta):
                 if event.text or event.logprobs:
-                    logprobs = {"content": logprobs_json(tokenizer, event.logprobs), "refusal": None}
+                    logprobs = {"content": writers[event.choice].json(event.logprobs), "refusal": None}
                     yield chunk(
                         event.choice, {"content": event.text}, logprobs=logprobs if wants_logprobs else None
                     )

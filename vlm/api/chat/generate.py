@@ -1,4 +1,4 @@
-"""One chat request from admission to its last event, whoever reads it."""
+"""One chat request from admission to its last event, streamed or not."""
 
 from __future__ import annotations
 

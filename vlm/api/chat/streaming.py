@@ -98,7 +98,7 @@ class EventStream(Response):
             )
             await self._pump(gone, send)
         except (ClientDisconnect, TimeoutError, OSError):
-            pass  # nobody reads any more
+            pass  # the reader has left
         finally:
             await _cancel(gone)
             await self._finish()

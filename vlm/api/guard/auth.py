@@ -61,16 +61,16 @@ def _read_key(row: object) -> ApiKey:
     known = {f.name for f in fields(ApiKey)}
     if not isinstance(row, dict) or not {"name", "sha256"} <= row.keys() <= known:
         raise ConfigError(
-            "each key has a name and a sha256, and may have a namespace and requests_per_minute"
+            "each key needs a name and a sha256, and may have a namespace and requests_per_minute"
         )
     name, namespace = row["name"], row.get("namespace", row["name"])
     if not all(isinstance(text, str) and _NAME.fullmatch(text) for text in (name, namespace)):
-        raise ConfigError("names and namespaces of keys take letters, digits, '.', '_' and '-'")
+        raise ConfigError("names and namespaces of keys may hold letters, digits, '.', '_' and '-'")
     if not isinstance(row["sha256"], str) or not re.fullmatch(r"[0-9a-f]{64}", row["sha256"]):
-        raise ConfigError("a key's sha256 has 64 lowercase hex digits")
+        raise ConfigError("a key's sha256 must have 64 lowercase hex digits")
     rate = row.get("requests_per_minute", -1)
     if type(rate) is not int or rate < -1:
-        raise ConfigError("a key's requests_per_minute is a whole number")
+        raise ConfigError("a key's requests_per_minute must be a whole number")
     return ApiKey(name, row["sha256"], str(namespace), rate)
 
 

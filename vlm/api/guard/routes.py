@@ -65,7 +65,7 @@ class ServiceRequest(Request):
         _, options = parse_options_header(self.headers.get("content-type", ""))
         charset = options.get(b"charset", b"utf-8").strip().lower()
         if charset not in _CHARSETS:
-            raise ApiError(415, "unsupported_media_type", "A form's charset is utf-8.")
+            raise ApiError(415, "unsupported_media_type", "A form's charset must be utf-8.")
         return super().form(**limits)
 
 

@@ -39,7 +39,7 @@ _ENGINE: dict[tuple[str, str], tuple[str, type[Metric], str]] = {
 
 # key of a queue's statistics -> metric, its help.
 _QUEUES = {
-    "length": ("vlm_queue_length", "Messages that nobody has taken"),
+    "length": ("vlm_queue_length", "Messages that wait in the queue"),
     "oldest_age_s": ("vlm_queue_oldest_age_seconds", "Age of the oldest of them"),
     "wait_ms": ("vlm_queue_wait_milliseconds", "Mean time from sent to taken, weighted to the latest"),
 }

@@ -14,7 +14,7 @@ class Traces(Protocol):
     def request(
         self, request_id: str, headers: Mapping[str, str], usage: Usage | None, timings: Timings | None
     ) -> None:
-        """A request that just ended, told from its timings."""
+        """A request that just ended, rebuilt from its timings."""
         ...
 
 

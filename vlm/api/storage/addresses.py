@@ -38,7 +38,7 @@ _SPECIAL_V4 = tuple(
         ),
     )
 )
-_UNICAST_V6 = ipaddress.IPv6Network("2000::/3")  # all else is special, or assigned to nobody
+_UNICAST_V6 = ipaddress.IPv6Network("2000::/3")  # all else is special or unassigned
 _SPECIAL_V6 = tuple(
     map(
         ipaddress.IPv6Network,

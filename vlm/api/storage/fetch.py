@@ -100,13 +100,13 @@ class Fetcher:
 
     async def _check(self, url: str, param: str) -> _Target:
         if len(url) > MAX_URL_CHARS:
-            raise invalid("invalid_image_url", f"A URL has at most {MAX_URL_CHARS} characters.", param)
+            raise invalid("invalid_image_url", f"A URL may have at most {MAX_URL_CHARS} characters.", param)
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
             raise blocked(param)
         port = {"http": 80, "https": 443}[parsed.scheme] if parsed.port is None else parsed.port
         if not 0 < port <= MAX_PORT:
-            raise invalid("invalid_image_url", f"A URL's port is 1 to {MAX_PORT}.", param)
+            raise invalid("invalid_image_url", f"A URL's port must be 1 to {MAX_PORT}.", param)
         addresses = await self._resolver(parsed.host, port)
         # one bad address is enough: names that point at both are made to slip through
         if not addresses or not all(self._is_allowed(ipaddress.ip_address(a)) for a in addresses):

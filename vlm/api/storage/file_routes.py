@@ -76,7 +76,7 @@ async def listing(
     ids = [file.id for file in files]
     if after is not None:
         if after not in ids:
-            raise invalid("invalid_value", "There is no such file.", "after")
+            raise invalid("invalid_value", "File not found.", "after")
         files = files[ids.index(after) + 1 :]
     page = files[:limit]
     return FileList(

@@ -25,8 +25,8 @@ from vlm.requests.errors import ApiError, invalid
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 PURPOSES = ("batch", "batch_output", "vision", "user_data")
-_LEFT_S = 3600.0  # after its last change, a half file has nobody who writes it
-_NOT_FOUND = ("file_not_found", "There is no such file.")
+_LEFT_S = 3600.0  # after its last change, a half file counts as abandoned
+_NOT_FOUND = ("file_not_found", "File not found.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,12 @@ class FileStore:
     def _room(self, num_bytes: int) -> Iterator[None]:
         """Files that come at once share what is left. Raises ApiError 413."""
         if num_bytes > self._max_file_bytes:
-            raise ApiError(413, "file_too_large", f"A file has at most {self._max_file_bytes} bytes.", "file")
+            raise ApiError(
+                413, "file_too_large", f"A file may have at most {self._max_file_bytes} bytes.", "file"
+            )
         with self._lock:
             if self.total_bytes() + self._coming_bytes + num_bytes > self._max_total_bytes:
-                raise ApiError(413, "file_store_full", "There is no room for this file.", "file")
+                raise ApiError(413, "file_store_full", "The file store is full.", "file")
             self._coming_bytes += num_bytes
         try:
             yield
@@ -183,5 +185,5 @@ class FileStore:
 def check_purpose(purpose: object) -> str:
     """Raises ApiError 400."""
     if purpose not in PURPOSES or purpose == "batch_output":
-        raise invalid("invalid_value", "'purpose' is one of batch, vision, user_data.", "purpose")
+        raise invalid("invalid_value", "'purpose' must be one of batch, vision, user_data.", "purpose")
     return str(purpose)

@@ -84,7 +84,7 @@ async def _uploaded(request: Request, service: Service) -> tuple[bytes, str | No
             raise invalid(*NO_JSON) from None
         source = parse_url(body.image, "image", allow_urls=False)
         if not isinstance(source, Inline):
-            raise invalid("invalid_image_url", "An upload takes a data: URI.", "image")
+            raise invalid("invalid_image_url", "An upload must be a data: URI.", "image")
         check_base64_size(source.base64, service.pipeline.limits.max_bytes, "image")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(service.parsers, decode_base64, source.base64, "image"), body.id

@@ -130,7 +130,7 @@ class BlobImages:
             await asyncio.to_thread(self._blobs.put, self._key(namespace, stored_id), blob, self._ttl_s)
         except BlobStoreFull:
             raise ApiError(
-                503, "image_store_full", "There is no room for this image.", retry_after_s=60
+                503, "image_store_full", "The image store is full. Please try again later.", retry_after_s=60
             ) from None
         except BlobStoreUnavailable:
             raise _unavailable() from None

@@ -126,7 +126,7 @@ def _take(sample: Sample, event: dict[str, Any], now: float) -> None:
 async def closed_loop(
     address: tuple[str, int], bodies: Sequence[bytes], pick: Callable[[], int], clients: int, seconds: float
 ) -> list[Sample]:
-    """Each client asks again as soon as it has its answer; one that is refused waits as it was told."""
+    """Each client asks again as soon as it has its answer; one that is refused waits for Retry-After."""
     samples: list[Sample] = []
     end = time.perf_counter() + seconds
 
@@ -149,7 +149,7 @@ async def closed_loop(
 async def open_loop(
     address: tuple[str, int], bodies: Sequence[bytes], arrivals: Sequence[tuple[float, int]]
 ) -> list[Sample]:
-    """`arrivals`: (seconds from the start, which body). Late answers delay nobody's arrival."""
+    """`arrivals`: (seconds from the start, which body). Late answers delay no arrival."""
     start = time.perf_counter()
     idle: list[Client] = []
 

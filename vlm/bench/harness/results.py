@@ -39,7 +39,7 @@ def result(value: float, unit: str, **circumstances: Any) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """Progress, for whoever waits; figures go to stdout."""
+    """Progress, on stderr; figures go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -55,7 +55,7 @@ class Served:
         started = time.monotonic()
         while not self.ready():
             if time.monotonic() - started > timeout_s:
-                raise TimeoutError("the server does not become ready")
+                raise TimeoutError("the server did not become ready")
             time.sleep(0.05)
         return time.monotonic() - started
 

@@ -72,7 +72,7 @@ def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
 def with_encoder(tower: TowerShape, image_size: int, patch_size: int) -> TowerShape:
     """The tower at another tile and patch size, in pixels. Raises CostError."""
     if not 0 < patch_size <= image_size:
-        raise CostError("a patch is at least 1 pixel and at most a tile")
+        raise CostError("a patch must be at least 1 pixel and at most a tile")
     return replace(tower, geometry=VisionGeometry(image_size, patch_size, tower.geometry.reduction))
 
 

@@ -137,7 +137,7 @@ def simulate(
     Raises CostError if there are none or one alone doesn't fit.
     """
     if not requests:
-        raise CostError("there is at least one request")
+        raise CostError("there must be at least one request")
     clock = Clock(shape, machine, precision or Precision(), rules, requests)
     if rules.policy == "static":
         _run_groups(clock, _full_group)

@@ -101,5 +101,5 @@ def read_arrivals(path: Path) -> tuple[Arrival, ...]:
                 f"line {number} is not an object with arrival_s, prompt_tokens and output_tokens"
             ) from None
     if not arrivals:
-        raise CostError("there are no requests in the file")
+        raise CostError("the file holds no requests")
     return tuple(sorted(arrivals, key=lambda arrival: arrival.arrival_s))

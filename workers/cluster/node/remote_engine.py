@@ -194,7 +194,7 @@ class RemoteEngine:
     async def _begin(self, call: Call, patience_s: float) -> None:
         """Sends the next attempt. Raises EngineUnavailable once no replica or no Redis was there so long.
 
-        Without an outage a missing replica is no matter of waiting, unless an answer is owed already.
+        Without an outage it fails at once if no replica exists, unless an answer is owed already.
         """
         self._calls.pop(call.name, None)
         call.begin_attempt()

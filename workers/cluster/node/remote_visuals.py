@@ -108,7 +108,7 @@ class RemoteVisuals:
 
         An encode under way may take as long as it does: its lease ends with its worker. Raises
         StageUnavailable for what may do later: nobody was at it for `deadline_s`. Cancelled: the encode is
-        dropped if nobody else waits.
+        dropped if no one else waits.
         """
         flight = _Flight(key, tiles, deadline_s)
         try:

@@ -31,7 +31,7 @@ from workers.local.step_thread import StepThread
 
 CONCURRENCY = 32
 _PATIENCE_S = 60.0
-_WANTED_S = 0.5  # how soon it is noticed that nobody waits any more
+_WANTED_S = 0.5  # how soon it is noticed that no request waits any more
 
 
 class EncodeFailed(Exception):
@@ -42,7 +42,7 @@ class EncodeFailed(Exception):
 
 
 class Unwanted(Exception):
-    """Nobody waits for these visual tokens any more."""
+    """No request waits for these visual tokens any more."""
 
 
 class _SteppedBatcher:

@@ -116,7 +116,7 @@ class Heartbeat:
 
     @property
     def wanted(self) -> bool:
-        """False once several beats in a row found nobody who waits: one may fall between a Redis that forgot
+        """False once several beats in a row found no waiter: one may fall between a Redis that forgot
         and waiters who ask again."""
         return self._unwanted < UNWANTED_BEATS
 

@@ -1,6 +1,6 @@
 """Writes the pages of docs/ that follow from the code, and the README's table of families.
 
-    python scripts/make_docs.py [--check]
+    python docs/generate.py [--check]
 
 --check writes nothing and ends with 1, naming the pages, where one is not current.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTE = "<!-- Written by scripts/make_docs.py; edit the code, not this page. -->\n\n"
+NOTE = "<!-- Written by docs/generate.py; edit the code, not this page. -->\n\n"
 FAMILIES = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     stale = [path for path, text in pages().items() if not _current(ROOT / path, text)]
     if "--check" in sys.argv[1:]:
-        sys.exit(f"not current, run scripts/make_docs.py: {', '.join(stale)}" if stale else 0)
+        sys.exit(f"not current, run docs/generate.py: {', '.join(stale)}" if stale else 0)
     for path, text in pages().items():
         (ROOT / path).parent.mkdir(exist_ok=True)
         (ROOT / path).write_text(text)
