@@ -191,7 +191,6 @@ def test_ordinary_tiers_are_interactive(server: LiveServer, client: httpx.Client
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),

@@ -6,6 +6,7 @@ template has no form that is known here, tools are described in a message (`vlm.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from llm.decoder_config import ConfigError
 from llm.request import RequestError
-from vlm.tools.calls import Tool
+from vlm.tools.calls import Call, Tool
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class CallForm:
     ending: str = ""
     can_repeat: bool = True
     is_native: bool = True  # the chat template itself shows tools, calls and results
+    id_chars: int | None = None  # of calls' ids; templates may refuse others
     specials: Mapping[str, int] = field(default_factory=dict)  # tokens of it that add nothing to a text
 
     def head(self, tool_name: str) -> str:
@@ -40,6 +42,16 @@ class CallForm:
     def call(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
         spelled = json.dumps(arguments, ensure_ascii=False)
         return f"{self.head(tool_name)}{spelled}{self.after_arguments}"
+
+    def described(self, call: Call) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": call.name, "arguments": dict(call.arguments)}
+        return {"type": "function", "id": self.call_id(call.id), "function": function}
+
+    def call_id(self, client_id: str) -> str:
+        """A call's id as the template takes it: equal for equal ids, letters and digits."""
+        digest = hashlib.sha256(client_id.encode("utf-8", "replace")).hexdigest()
+        return digest[: self.id_chars or 24]
 
     def pieces(self, literal: str) -> list[str | int]:
         """A literal of the form as texts and ids of special tokens."""
@@ -70,6 +82,7 @@ MISTRAL = CallForm(
     opening="[",
     between=", ",
     ending="]",
+    id_chars=9,
 )
 LLAMA = CallForm(
     "llama",
@@ -84,7 +97,12 @@ SPELLED_OUT = replace(HERMES, is_native=False)
 
 class Renderer(Protocol):
     def render(
-        self, messages: list[dict[str, object]], *, placeholder: str, tools: list[dict[str, Any]] | None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        placeholder: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str: ...
 
     def special_tokens(self) -> Sequence[str]: ...
@@ -93,7 +111,7 @@ class Renderer(Protocol):
 
 
 def form_of(tokenizer: Renderer) -> CallForm:
-    """The form of the tokenizer's chat template; the one that is spelled out in messages, where it has none."""
+    """The form of the tokenizer's chat template; where it has none, the one that is spelled out."""
     shown = _probed(tokenizer)
     form = next((form for form in KNOWN_FORMS if _is_shown(form, shown)), SPELLED_OUT)
     literals = "\n".join((form.trigger, form.opening, form.after_arguments, form.between, form.ending))

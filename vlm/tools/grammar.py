@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llm.constraints.grammar import JSON_OPTIONS
 from llm.request import RequestError
 from vlm.tools.calls import Tool, ToolUse
 from vlm.tools.forms import CallForm
@@ -17,6 +18,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _VALUES = frozenset(("enum", "const"))
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # what would end a regular expression in Lark
+_ESCAPES = {"/": r"\/", "\n": r"\n"}
 
 
 def grammar(use: ToolUse, form: CallForm, answer: str | None = None) -> str:
@@ -24,11 +27,15 @@ def grammar(use: ToolUse, form: CallForm, answer: str | None = None) -> str:
 
     Raises RequestError for a tool whose parameters are no object.
     """
-    calls = f'{_literal(form, form.opening)} call{_more(use, form)} {_literal(form, form.ending)}'
+    calls = f"{_literal(form, form.opening)} call{_more(use, form)} {_literal(form, form.ending)}"
     lines = [f"start: {_start(use, form, calls, answer)}"]
-    if form.trigger and answer is None and not use.must_call:
+    if use.must_call:
+        pass
+    elif answer is not None:
+        lines.append(f"answer: {answer}")
+    elif form.trigger:
         lines += _text_and_trigger(form)
-    elif not use.must_call:
+    else:
         lines.append(f"TEXT: {_ANY_TEXT} & ~/{_heads(use, form)}(?s:.*)/")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(use.tools))))
     for index, tool in enumerate(use.tools):
@@ -38,11 +45,32 @@ def grammar(use: ToolUse, form: CallForm, answer: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def answer_term(constraint: tuple[str, str] | None) -> str | None:
+    """A constraint of an answer as a term for `grammar`. Raises RequestError for a grammar, which is none."""
+    match constraint:
+        case None:
+            return None
+        case ("json_object", _):
+            return _json_term({"type": "object"})
+        case ("json_schema", text):
+            return _json_term(json.loads(text))
+        case ("regex", text):
+            escaped = _SLASH.sub(lambda found: _ESCAPES.get(found[0], found[0]), text)
+            return f"/{escaped}/"
+    raise RequestError(
+        "invalid_value", "A grammar as 'response_format' can't be combined with 'tools'.", "response_format"
+    )
+
+
+def _json_term(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
+
+
 def _start(use: ToolUse, form: CallForm, calls: str, answer: str | None) -> str:
     if use.must_call:
         return f"{_literal(form, form.trigger)} {calls}"
     if answer is not None:
-        return f"{answer} | {_literal(form, form.trigger)} {calls}"
+        return f"answer | {_literal(form, form.trigger)} {calls}"
     return f"TEXT | text_and_trigger {calls}" if form.trigger else f"TEXT | {calls}"
 
 
@@ -76,7 +104,9 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         schema = {"type": "object", **schema}
     if schema.get("type", "object") != "object":
-        raise RequestError("invalid_value", f"The parameters of tool '{tool.name}' are not of type object.", "tools")
+        raise RequestError(
+            "invalid_value", f"The parameters of tool '{tool.name}' are not of type object.", "tools"
+        )
     return {**_narrowed(schema), "x-guidance": {**_SPACING, "lenient": not tool.strict}}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 from vlm.tools.calls import ToolUse
 from vlm.tools.forms import CallForm
@@ -18,6 +18,7 @@ class Text:
 class CallBegun:
     index: int  # of the answer's calls, from 0
     name: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class JsonEnd:
 
 
 class CallParser:
-    """Reads one choice of an answer that `vlm.tools.grammar` constrains. White space that stands before a call
-    belongs to no text."""
+    """Reads one choice of an answer that `vlm.tools.grammar` constrains. White space that stands before a
+    call belongs to no text."""
 
     def __init__(self, use: ToolUse, form: CallForm) -> None:
         self._form = form

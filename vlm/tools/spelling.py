@@ -33,7 +33,18 @@ def spelled_out(
         last_was_result = message["role"] == "tool"
     if tools:
         _describe(spelled, tools, form)
-    return spelled
+    return [{**message, "content": _merged(message["content"])} for message in spelled]
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Texts that follow each other as one: templates may read a message's first part alone."""
+    merged: list[Mapping[str, Any]] = []
+    for part in parts:
+        if merged and part["type"] == merged[-1]["type"] == "text":
+            merged[-1] = _text(merged[-1]["text"] + part["text"])
+        else:
+            merged.append(part)
+    return merged
 
 
 def _describe(messages: list[TemplateMessage], tools: Sequence[Mapping[str, Any]], form: CallForm) -> None:
