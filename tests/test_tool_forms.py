@@ -40,6 +40,7 @@ class Templated:
         self._template = ChatTemplate(source, {})
         self.encode = model_spec().tokenizer.encode
         self.token_id = model_spec().tokenizer.token_id
+        self.markup = model_spec().tokenizer.markup
 
     def special_tokens(self) -> tuple[str, ...]:
         return tuple(model_spec().tokenizer.special_tokens())

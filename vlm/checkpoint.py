@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from encoder.revision import encoder_revision
 from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
+from llm.text.tokenizer import Tokenizer
+from preprocess.own_size import capped
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
 from vlm.families.base import Family, Json, image_processor
@@ -69,6 +71,14 @@ class Checkpoint:
             return DecoderShape.from_config(self.config)
         return DecoderShape.from_config(self.config, family.tied_default, family.text_type)
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """With the markup that its family's answers hold."""
+        family = find_family(self.config)
+        if family is None:
+            return Tokenizer.from_directory(self.directory)
+        return Tokenizer.from_directory(self.directory, family.markup)
+
     @property
     def text_names(self) -> TextNames:
         family = find_family(self.config)
@@ -79,8 +89,10 @@ class Checkpoint:
         """Where this checkpoint keeps the encoder's tensors. Raises CheckpointError where it holds none."""
         return layout_of(self.family.visual_names(self.encoder), read_index(self.directory))
 
-    def preprocess(self, variant: Variant = "fast") -> PreprocessSpec:
-        return self.family.preprocess(self.config, self.processor, variant)
+    def preprocess(self, variant: Variant = "fast", max_pixels: int = 0) -> PreprocessSpec:
+        """`max_pixels`: of an image that is taken whole, beside the checkpoint's own cap; 0: that alone."""
+        spec = self.family.preprocess(self.config, self.processor, variant)
+        return replace(spec, rule=capped(spec.rule, max_pixels)) if max_pixels else spec
 
     @cached_property
     def revision(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llm.request import SamplingParams
 from vlm.build import build_local_pipeline
-from vlm.cli.ask import Answer, answer
+from vlm.cli.ask import Reply, answer
 from vlm.cli.errors import run
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import Pipeline
@@ -39,7 +39,7 @@ def drawn(seed: int) -> tuple[bytes, list[tuple[str, str]]]:
     return buffer.getvalue(), list(wanted.values())
 
 
-async def interview(pipeline: Pipeline, data: bytes, truths: Sequence[tuple[str, str]]) -> list[Answer]:
+async def interview(pipeline: Pipeline, data: bytes, truths: Sequence[tuple[str, str]]) -> list[Reply]:
     return [await answer(pipeline, [data], question, PARAMS) for question, _ in truths]
 
 
@@ -48,7 +48,7 @@ def is_right(given: str, truth: str) -> bool:
     return given == truth or f" {truth.casefold()}" in f" {given.casefold()}"
 
 
-def show(title: str, answers: Sequence[Answer], truths: Sequence[tuple[str, str]]) -> int:
+def show(title: str, answers: Sequence[Reply], truths: Sequence[tuple[str, str]]) -> int:
     """Prints answers beside the truth; returns how many are right."""
     print(f"\n{title}")
     right = 0

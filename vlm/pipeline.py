@@ -39,6 +39,7 @@ from vlm.spec import ModelSpec
 from vlm.tools.calls import Call
 from workers.contract.engine_client import EngineClient, EngineUnavailable
 from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
+from workers.contract.streams import Answer, gather
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Pipeline:
             grid=grid,
             spec=spec,
             key=self.spec.visual_key(info.sha256, spec, namespace),
-            num_tokens=self.spec.geometry.num_visual_tokens(grid.num_tiles),
+            num_tokens=self.spec.geometry.rows(grid),
         )
 
     def prepare(
@@ -216,6 +217,10 @@ class Pipeline:
                             yield event
         finally:
             self._leave_flights(request_id)
+
+    async def answer(self, prepared: PreparedRequest) -> Answer:
+        """Waits for the whole answer. Raises `AnswerFailed` and `EngineUnavailable`."""
+        return await gather(self.run(prepared))
 
     def _join_flight(self, image: PlannedImage, request: Request) -> _Flight:
         """Single flight: the tiles of an image are made once, however many requests wait for them."""

@@ -76,6 +76,9 @@ class PromptTokenizer(Protocol):
 
     def special_tokens(self) -> Sequence[str]: ...
 
+    @property
+    def markup(self) -> frozenset[str]: ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -133,7 +136,8 @@ class PromptBuilder:
         self._format = image_format
         self._max_chars = max_chars
         self._flat = flat
-        self._quoting = Quoting((*tokenizer.special_tokens(), image_format.placeholder))
+        control = set(tokenizer.special_tokens()) - tokenizer.markup
+        self._quoting = Quoting((*control, image_format.placeholder))
         self._run_ids = lru_cache(maxsize=4096)(self._encode_run)
 
     @cached_property

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from llm.request import Failed, Finished, SamplingParams
+from llm.request import SamplingParams
 from vlm.bench.harness.engine_load import document
 from vlm.bench.harness.results import report, result, say, spread
 from vlm.build import engine_command
@@ -55,7 +55,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Asked:
     image: int
     prefix_tokens: int  # up to the image's end, in whole blocks
     cached_tokens: int
@@ -135,19 +135,14 @@ async def until_alive(engine: RemoteEngine, names: set[str]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def ask(pipeline: Pipeline, name: str, image: int, data: bytes) -> Answer:
+async def ask(pipeline: Pipeline, name: str, image: int, data: bytes) -> Asked:
     """A question of its own, so that nothing but the image's prefix can be found again."""
     message = ChatMessage("user", (ImageInput(data), f"Question {name}: what is in the image?"))
     prepared = pipeline.prepare(name, [message], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     span = prepared.prompt.spans[-1]
-    last = None
-    async for event in pipeline.run(prepared):
-        last = event
-    if isinstance(last, Failed):
-        raise RuntimeError(last.message)
-    assert isinstance(last, Finished) and last.usage and last.timings
+    answer = await pipeline.answer(prepared)
     prefix = (span.start + span.length) // BLOCK_SIZE * BLOCK_SIZE
-    return Answer(image, prefix, min(prefix, last.usage.cached_tokens), last.timings.ttft_ms)
+    return Asked(image, prefix, min(prefix, answer.usage.cached_tokens), answer.timings.ttft_ms)
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
@@ -174,7 +169,7 @@ async def capacity(pipeline: Pipeline, images: list[bytes], count: int) -> float
 
 async def play(
     pipeline: Pipeline, cluster: Fleet, plan: list[Arrival], images: list[bytes], joins: str, leaves: str
-) -> list[Answer]:
+) -> list[Asked]:
     """Open loop: questions come when they come, whatever the queues are like."""
     started = time.monotonic()
     asked = []
@@ -188,7 +183,7 @@ async def play(
     return list(await asyncio.gather(*asked))
 
 
-def hit_fraction(answers: list[Answer]) -> float:
+def hit_fraction(answers: list[Asked]) -> float:
     """Prefix tokens found, of those that one replica with all the images would have found."""
     seen: set[int] = set()
     found = possible = 0
@@ -209,7 +204,7 @@ async def routing(
         "random": lambda key, loads: draw.choice(sorted(loads)),
     }
     images = [document(seed) for seed in range(NUM_IMAGES)]
-    played: dict[str, list[list[Answer]]] = {policy: [] for policy in policies}
+    played: dict[str, list[list[Asked]]] = {policy: [] for policy in policies}
     rate = 0.0
     members = ["r0", "r1", "r2"]
     for name in members[:2]:

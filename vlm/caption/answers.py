@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from llm.request import Delta, Failed, Finished, RequestError, SamplingParams
+from llm.request import Failed, RequestError, SamplingParams
 from preprocess.types import ImageError
 from vlm.caption.journal import Journal
 from vlm.caption.rows import (
@@ -25,6 +25,7 @@ from vlm.caption.rows import (
 from vlm.cli.names import one_line
 from vlm.pipeline import ChatMessage, Pipeline
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.streams import Answer, AnswerFailed
 
 log = logging.getLogger(__name__)
 
@@ -152,36 +153,27 @@ class Answerer:
                 result = await self._attempt(work)
         if isinstance(result, Failed):
             return error_row(work.ref, work.context, result.code, result.message)
-        text, finished = result
-        assert finished.usage is not None and finished.timings is not None
         return page_row(
             work.ref,
             work.context,
             work.image_sha256,
-            text.strip(),
-            finished.reason,
-            finished.usage,
-            finished.timings,
+            result.text.strip(),
+            result.choices[0].finish_reason,
+            result.usage,
+            result.timings,
         )
 
-    async def _attempt(self, work: PageWork) -> tuple[str, Finished] | Failed:
+    async def _attempt(self, work: PageWork) -> Answer | Failed:
         request_id = f"page-{uuid.uuid4().hex}"
-        texts: list[str] = []
         try:
             prepared = self._pipeline.prepare(request_id, work.messages, work.params, priority="batch")
-            async for event in self._pipeline.run(prepared):
-                match event:
-                    case Delta(choice=0, text=text):
-                        texts.append(text)
-                    case Finished(usage=usage) if usage is not None:
-                        return "".join(texts), event
-                    case Failed():
-                        return event
+            return await self._pipeline.answer(prepared)
+        except AnswerFailed as error:
+            return error.failure
         except (ImageError, RequestError) as error:
             return Failed(request_id, error.code, error.message)
         except EngineUnavailable:
-            pass
-        return Failed(request_id, "engine_unavailable", "The engine was not available.")
+            return Failed(request_id, "engine_unavailable", "The engine was not available.")
 
     async def _engine_back(self) -> None:
         """Raises `EngineGone` when the engine stays down."""

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from llm.request import Failed, RequestError
+from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
 from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
@@ -37,6 +37,7 @@ from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import StageUnavailable
+from workers.contract.streams import AnswerFailed
 
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
 _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
@@ -80,8 +81,10 @@ def engine_options(
     """The default engine with no more KV cache than the running pages need: more would only keep pages that
     never come again. Two whole contexts at least, for the lines of batch files."""
     model = DEFAULT_MODEL if model == "default" else model
-    options = EngineOptions(model=model, threads=threads, weights=weights, kv=kv)
-    spec = ModelSpec.load(options.model, kv=options.kv_storage)
+    options = EngineOptions(
+        model=model, threads=threads, weights=weights, kv=kv, max_pixels=question.max_pixels
+    )
+    spec = ModelSpec.load(options.model, kv=options.kv_storage, max_pixels=options.pixel_cap)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
     num_tokens = max(
         (options.max_running + 1) * min(page_tokens, spec.context_length), 2 * spec.context_length
@@ -188,11 +191,9 @@ async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
     messages = [ChatMessage("user", (question.prompt,))]
     try:
         prepared = pipeline.prepare("schema-check", messages, replace(question.params, max_tokens=1))
-        async for event in pipeline.run(prepared):
-            if isinstance(event, Failed):
-                raise CommandError(f"the schema can't be used: {event.message}")
-    except RequestError as error:
-        raise CommandError(f"the schema can't be used: {error.message}") from None
+        await pipeline.answer(prepared)
+    except (RequestError, AnswerFailed) as error:
+        raise CommandError(f"the schema can't be used: {error}") from None
 
 
 async def _count_sources(inputs: Sequence[str], outputs: Collection[str], stats: RunStats) -> None:

@@ -11,16 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llm.request import Delta, Failed, Finished, SamplingParams, Timings, Usage
+from llm.request import SamplingParams, Timings, Usage
 from vlm.build import build_local_pipeline
 from vlm.cli.errors import BAD_INPUT, FAILURE, CommandError
 from vlm.cli.images import check_stdin, name_of, naming, read_image
 from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
+from workers.contract.streams import AnswerFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     question: str
     answer: str
     finish_reason: str
@@ -59,9 +60,7 @@ def _is_text(question: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in question)
 
 
-async def answer(
-    pipeline: Pipeline, images: Sequence[bytes], question: str, params: SamplingParams
-) -> Answer:
+async def answer(pipeline: Pipeline, images: Sequence[bytes], question: str, params: SamplingParams) -> Reply:
     """Asks one question about the images, image first, and waits for the whole answer."""
     message = ChatMessage("user", (*(ImageInput(data) for data in images), question))
     return await answer_messages(pipeline, question, [message], params)
@@ -69,25 +68,25 @@ async def answer(
 
 async def answer_messages(
     pipeline: Pipeline, question: str, messages: Sequence[ChatMessage], params: SamplingParams
-) -> Answer:
+) -> Reply:
     """Waits for the whole answer to `messages`; `question` is what it is printed under."""
     prepared = pipeline.prepare(f"ask-{uuid.uuid4().hex}", messages, params)
-    text, reason = "", "stop"
-    usage, timings = Usage(0, 0, 0, 0), Timings()
-    async for event in pipeline.run(prepared):
-        match event:
-            case Delta(text=new):
-                text += new
-            case Finished():
-                reason = event.reason
-                usage, timings = event.usage or usage, event.timings or timings
-            case ImageFailed(code="preprocessing_unavailable" | "internal_error"):
-                raise CommandError(event.message, FAILURE)
-            case ImageFailed():
-                raise BadImage(event.message, event.image)
-            case Failed(code=code, message=problem):
-                raise CommandError(problem, FAILURE if code == "engine_died" else BAD_INPUT)
-    return Answer(question, text.strip(), reason, usage, timings)
+    try:
+        whole = await pipeline.answer(prepared)
+    except AnswerFailed as error:
+        raise _as_command_error(error) from None
+    reason = whole.choices[0].finish_reason
+    return Reply(question, whole.text.strip(), reason, whole.usage, whole.timings)
+
+
+def _as_command_error(error: AnswerFailed) -> CommandError:
+    match error.failure:
+        case ImageFailed(code="preprocessing_unavailable" | "internal_error", message=message):
+            return CommandError(message, FAILURE)
+        case ImageFailed(message=message, image=image):
+            return BadImage(message, image)
+        case failure:
+            return CommandError(failure.message, FAILURE if failure.code == "engine_died" else BAD_INPUT)
 
 
 async def _ask_all(
@@ -95,7 +94,7 @@ async def _ask_all(
     images: Sequence[tuple[Path, bytes]],
     questions: Sequence[str],
     params: SamplingParams,
-) -> list[Answer]:
+) -> list[Reply]:
     pipeline = build_local_pipeline(options)
     for path, data in images:
         with naming(path, data):
@@ -111,7 +110,7 @@ async def _ask_all(
         await pipeline.close()
 
 
-def stats_line(answer: Answer) -> str:
+def stats_line(answer: Reply) -> str:
     usage, timings = answer.usage, answer.timings
     return (
         f"  first token {timings.ttft_ms:.1f} ms (preprocess {timings.preprocess_ms:.1f}, encode "

@@ -1,16 +1,72 @@
-"""Event streams by request: fed from an engine's events, read by the request's handler."""
+"""Event streams by request: fed from an engine's events, read by the handler, gathered into an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 
-from llm.request import Event, Failed, Finished
+from llm.request import Delta, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
+from workers.contract.engine_client import ENGINE_DIED
 
 
 def is_last(event: Event) -> bool:
     """No event of its request follows."""
     return isinstance(event, Failed) or (isinstance(event, Finished) and event.usage is not None)
+
+
+@dataclass(slots=True)
+class AnswerChoice:
+    texts: list[str] = field(default_factory=list)  # in pieces
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that a request was answered. `choices`: by their number."""
+
+    choices: tuple[AnswerChoice, ...]
+    usage: Usage
+    timings: Timings
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+class AnswerFailed(Exception):
+    """The request ended with `failure` instead of an answer."""
+
+    def __init__(self, failure: Failed) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+async def gather(events: AsyncGenerator[Event, None]) -> Answer:
+    """Reads a request's events to the last one. Raises `AnswerFailed`, and what reading them raises."""
+    choices: defaultdict[int, AnswerChoice] = defaultdict(AnswerChoice)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            match event:
+                case Delta():
+                    choices[event.choice].texts.append(event.text)
+                    choices[event.choice].logprobs += event.logprobs
+                case Finished(usage=usage):
+                    choices[event.choice].finish_reason = event.reason
+                    if usage is not None:
+                        ordered = tuple(choices[index] for index in sorted(choices))
+                        return Answer(ordered, usage, event.timings or Timings())
+                case Failed():
+                    raise AnswerFailed(event)
+    raise AnswerFailed(Failed("", *ENGINE_DIED))
 
 
 class StreamTable:

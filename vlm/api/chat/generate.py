@@ -163,6 +163,8 @@ def _with_calls(service: Service, params: SamplingParams, use: ToolUse) -> Sampl
     form = service.pipeline.spec.prompt_builder.call_form
     try:
         answer = None if use.must_call else answer_term(params.constraint)
-        return replace(params, constraint=("grammar", grammar(use, form, answer)))
+        skipped = None if form.specials else params.skip_special_tokens  # a call's own add no text
+        constraint = ("grammar", grammar(use, form, answer))
+        return replace(params, constraint=constraint, skip_special_tokens=skipped)
     except RequestError as error:
         raise from_exception(error) from None

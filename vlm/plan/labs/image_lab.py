@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from encoder.geometry import TowerShape, VisionGeometry
+from encoder.geometry import Grid, TowerShape, VisionGeometry
 from llm.cost import (
     Bound,
     CostError,
@@ -77,13 +77,15 @@ def with_encoder(tower: TowerShape, image_size: int, patch_size: int) -> TowerSh
 
 
 def encode_time(
-    tower: TowerShape, machine: Machine, num_tiles: int, precision: Precision | None = None
+    tower: TowerShape, machine: Machine, images: Sequence[Grid], precision: Precision | None = None
 ) -> StepTime:
-    """Tower and connector over `num_tiles` in one batch."""
+    """Tower and connector over the images' tiles in one batch."""
     precision = precision or Precision()
     rate = machine.flops(precision.compute_bits) * machine.tower_efficiency
     return StepTime(
-        compute_s=tower.flops(num_tiles) / rate + tower.elements(num_tiles) * machine.tower_element_s,
+        compute_s=sum(
+            tower.flops(image) / rate + tower.elements(image) * machine.tower_element_s for image in images
+        ),
         bandwidth_s=machine.stream_seconds(tower.weight_bytes(precision.weight_bytes)),
         overhead_s=machine.tower_call_s + machine.tower_overhead_s * tower.num_layers,
     )
@@ -106,7 +108,7 @@ def costs_of_images(
     costs = []
     for width, height in sizes:
         tiles = rule.grid(width, height, detail)
-        visual = tower.geometry.num_visual_tokens(tiles.num_tiles)
+        visual = tower.geometry.rows(tiles)
         prompt = visual + markers(tiles)
         costs.append(
             ImageCost(
@@ -115,7 +117,7 @@ def costs_of_images(
                 rows=tiles.rows,
                 cols=tiles.cols,
                 tiles=tiles.num_tiles,
-                patch_tokens=tower.geometry.num_patches(tiles.num_tiles),
+                patch_tokens=tower.geometry.num_patches(tiles),
                 visual_tokens=visual,
                 prompt_tokens=prompt,
                 kv_bytes=kv_bytes(decoder, prompt, kv_element_bytes, block_size),
@@ -128,25 +130,25 @@ def plan_image(
     decoder: DecoderShape,
     tower: TowerShape,
     machine: Machine,
-    tiles: Sequence[int],
+    images: Sequence[Grid],
     text_tokens: int = 30,
     precision: Precision | None = None,
     marker_tokens: int = 0,
     block_size: int = 1,
     per_image: tuple[ImageCost, ...] = (),
 ) -> ImagePlan:
-    """A request with one image per entry of `tiles`. The three stages are counted one after another.
+    """A request with these images. The three stages are counted one after another.
 
     `marker_tokens`: what the prompt's form adds around tiles. Text alone takes at least the weights' read.
     """
     precision = precision or Precision()
-    num_tiles = sum(tiles)
-    visual = tower.geometry.num_visual_tokens(num_tiles)
+    num_tiles = sum(image.num_tiles for image in images)
+    visual = sum(tower.geometry.rows(image) for image in images)
     text = text_tokens + marker_tokens
     prompt = visual + text
     megapixels = sum(cost.width * cost.height for cost in per_image) / 1e6
     preprocess_s = num_tiles * machine.preprocess_s_per_tile + megapixels * machine.preprocess_s_per_megapixel
-    encode = encode_time(tower, machine, num_tiles, precision)
+    encode = encode_time(tower, machine, images, precision)
     prefill = prefill_time(decoder, machine, prompt, 0, precision)
     encode_s = encode.seconds if num_tiles else 0.0
     ttft = preprocess_s + encode_s + prefill.seconds
@@ -157,9 +159,9 @@ def plan_image(
     if encode_s > max(preprocess_s, prefill.seconds):
         largest = encode.binds
     return ImagePlan(
-        images=len(tiles),
+        images=len(images),
         tiles=num_tiles,
-        patch_tokens=tower.geometry.num_patches(num_tiles),
+        patch_tokens=sum(tower.geometry.num_patches(image) for image in images),
         visual_tokens=visual,
         text_tokens=text_tokens,
         prompt_tokens=prompt,
