@@ -192,7 +192,6 @@ def test_ordinary_tiers_are_interactive(server: LiveServer, client: httpx.Client
     ("settings", "param"),
     [
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),

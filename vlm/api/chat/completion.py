@@ -127,7 +127,7 @@ async def completion(generation: Generation, service_tier: str = "default") -> d
                 choice.logprobs += choice.writer.json(piece.logprobs)
             else:
                 choice.finish_reason = piece.reason
-    assert generation.usage is not None  # `events` ends with it or raises
+    assert generation.usage is not None and generation.timings is not None  # `events` ends with it or raises
     return {
         **_head(generation, "chat.completion", service_tier),
         "choices": [
