@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm.request import Timings, Usage
-from vlm.caption import doctags
-from vlm.caption.formats import choose_format, journal_path, schema_fields, write_view
 from vlm.caption.rows import PageRef, Row, RowContext, error_row, page_row
+from vlm.caption.views import doctags
+from vlm.caption.views.formats import choose_format, journal_path, schema_fields, write_view
 
 CONTEXT = RowContext("q" * 32, "caption", "fake", "r" * 32)
 SCHEMA = '{"type":"object","properties":{"total":{"type":"string"},"lines":{"type":"array"}}}'

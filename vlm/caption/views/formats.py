@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from vlm.caption.doctags import is_doctags, to_markdown
 from vlm.caption.rows import Row, encode
+from vlm.caption.views.doctags import is_doctags, to_markdown
 from vlm.cli.names import as_text, one_line, percent_encoded
 from vlm.requests.durable import sync_folder
 
