@@ -3,8 +3,9 @@
 Rules
 - Single flight: one job per key, others who ask wait for it; what is cached or waiting isn't queued.
 - A batch has at most `max_tiles` tiles of any number of images of one priority class, without padding, and
-  fewer where these would take over `max_step_s`. An image with more is spread over steps, and after each
-  batch that it fills alone the others go first.
+  fewer where these would take over `max_step_s` at the rate of late, which is measured in `work`: tiles may
+  have any size, one for each image. An image with more is spread over steps, and after each batch that it
+  fills alone the others go first.
 - Interactive before batch, and not in one batch: an interactive image never waits for tiles that joined it.
   Batch-class tiles come `max_batch_tiles` at a time, so that it doesn't wait long for those under way either.
   Once a batch-class image has waited `ageing_s`, its class gets every second step; so interactive work takes
@@ -66,6 +67,7 @@ class TileSlice:
 @dataclass(frozen=True, slots=True)
 class TileBatch:
     slices: tuple[TileSlice, ...]
+    work: float
 
     @property
     def num_tiles(self) -> int:
@@ -93,7 +95,8 @@ class BatcherCounters:
 class TileBatcher:
     """Feeds `encode` and fills the cache. Not thread-safe: one owner.
 
-    `encode` takes uint8 [n_i, H, W, 3] per slice and gives [n_i * tokens_per_tile, d_model] per slice;
+    `encode` takes uint8 [n_i, H_i, W_i, 3] per slice and gives [num_rows, d_model] per slice; `num_rows` and
+    `work` say of a slice's tiles how many rows they give and what they cost, in any unit: FLOPs, or tiles.
     `concat` joins the rows of an image that was spread over steps. `step` is plan, encode, commit; only
     `encode` may run in another thread.
     """
@@ -103,7 +106,8 @@ class TileBatcher:
         encode: Callable[[Sequence[np.ndarray]], Sequence[Any]],
         cache: VisualCache,
         *,
-        tokens_per_tile: int,
+        num_rows: Callable[[np.ndarray], int],
+        work: Callable[[np.ndarray], float] = len,
         max_tiles: int = 16,
         max_batch_tiles: int | None = None,
         max_step_s: float | None = None,
@@ -113,8 +117,8 @@ class TileBatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         max_batch_tiles = max_tiles if max_batch_tiles is None else min(max_tiles, max_batch_tiles)
-        if max_tiles < 1 or max_batch_tiles < 1 or tokens_per_tile < 1:
-            raise ValueError("max_tiles, max_batch_tiles and tokens_per_tile must be at least 1")
+        if max_tiles < 1 or max_batch_tiles < 1:
+            raise ValueError("max_tiles and max_batch_tiles must be at least 1")
         if max_wait_s < 0 or ageing_s < 0:
             raise ValueError("max_wait_s and ageing_s must not be negative")
         self.cache = cache
@@ -128,7 +132,8 @@ class TileBatcher:
         self._encode = encode
         self._concat = concat or _torch_concat
         self._clock = clock
-        self._tokens_per_tile = tokens_per_tile
+        self._num_rows = num_rows
+        self._work = work
         self._jobs: dict[str, _Job] = {}  # waiting or partly encoded
         self._queues: dict[Priority, deque[_Job]] = {"interactive": deque(), "batch": deque()}
         self._turn: Priority = "batch"  # the class of the latest batch
@@ -144,7 +149,7 @@ class TileBatcher:
             raise ValueError("an image must have at least one tile")
         cached = self.cache.get(key)
         if cached is not None:
-            if len(cached) == len(tiles) * self._tokens_per_tile:
+            if len(cached) == self._num_rows(tiles):
                 return False
             self.cache.drop(key)
         job = self._jobs.get(key)
@@ -210,7 +215,6 @@ class TileBatcher:
         limit = self.max_tiles if max_tiles is None else max_tiles
         if limit < 1:
             raise ValueError("max_tiles must be at least 1")
-        limit = self._budget.fit(limit)
         self._forget_unwanted()
         if self.due_in() != 0.0:
             return None
@@ -218,18 +222,28 @@ class TileBatcher:
         if self._turn == "batch":
             limit = min(limit, self.max_batch_tiles)
         queue = self._queues[self._turn]
-        slices: list[TileSlice] = []
-        room = limit
-        for job in list(queue):
-            if room and job.left:
-                start, job.planned = job.planned, job.planned + min(job.left, room)
-                slices.append(TileSlice(job.key, start, job.planned, job.tiles))
-                room -= job.planned - start
-        if len(slices) == 1 and not room:
-            job = self._jobs[slices[0].key]
+        batch = self._take([job for job in queue if job.left], limit)
+        job = self._jobs[batch.slices[0].key]
+        if job.left:
             queue.remove(job)
             queue.append(job)
-        return TileBatch(tuple(slices))
+        return batch
+
+    def _take(self, jobs: Sequence[_Job], limit: int) -> TileBatch:
+        """Their next tiles in order: at least one, at most `limit`, no more than the step has time for."""
+        slices: list[TileSlice] = []
+        room, budget, work = limit, self._budget.left(), 0.0
+        for job in jobs:
+            one = self._work(job.tiles[:1])
+            fit = min(job.left, int(min((budget - work) / one, room)))
+            fit = fit if slices else max(1, fit)
+            if fit > 0:
+                start, job.planned = job.planned, job.planned + fit
+                slices.append(TileSlice(job.key, start, job.planned, job.tiles))
+                room, work = room - fit, work + fit * one
+            if job.left:
+                break
+        return TileBatch(tuple(slices), work)
 
     def encode(self, batch: TileBatch) -> list[Any | Failure]:
         """Rows of each slice, or what went wrong with it alone."""
@@ -238,7 +252,7 @@ class TileBatcher:
         started = self._clock()
         rows = self._attempt(batch.slices)
         if isinstance(rows, list):
-            self._budget.observe(batch.num_tiles, self._clock() - started)
+            self._budget.observe(batch.work, self._clock() - started)
             return rows
         if len(batch.slices) == 1:
             return [rows]
@@ -287,7 +301,7 @@ class TileBatcher:
         if len(rows) != len(slices):
             return WRONG_COUNT
         return [
-            result if len(result) == (part.stop - part.start) * self._tokens_per_tile else WRONG_COUNT
+            result if len(result) == self._num_rows(part.tiles[part.start : part.stop]) else WRONG_COUNT
             for part, result in zip(slices, rows, strict=True)
         ]
 

@@ -1,4 +1,4 @@
-"""Connectors: patch features [n, side * side, width] to visual tokens [n, tokens, d_model]."""
+"""Connectors: patch features [n, rows, cols, width] to visual tokens [n, tokens, d_model]."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, TowerConfig
-from encoder.tower import build_norm, gelu
+from encoder.tower import activate, build_norm
 
 
 def pixel_shuffle(x: Tensor, reduction: int) -> Tensor:
-    """Joins reduction x reduction neighbours into one wider token, row by row within the cell.
+    """Joins reduction x reduction neighbours into one wider token, row by row within the cell; drops those
+    that fill none.
 
-    [n, side * side, width] to [n, (side / reduction)^2, reduction^2 * width]. Reference: the order of
-    Idefics3Connector.pixel_shuffle.
+    [n, rows, cols, width] to [n, rows / reduction * cols / reduction, reduction^2 * width]. Reference: the
+    order of Idefics3Connector.pixel_shuffle.
     """
-    n, patches, width = x.shape
-    side = round(patches**0.5)
-    cells = side // reduction
-    x = x.view(n, cells, reduction, cells, reduction * width).transpose(2, 3)
-    return x.reshape(n, cells * cells, reduction * reduction * width)
+    n, rows, cols, width = x.shape
+    x = x[:, : rows - rows % reduction, : cols - cols % reduction]
+    x = x.reshape(n, rows // reduction, reduction, cols // reduction, reduction * width).transpose(2, 3)
+    return x.reshape(n, -1, reduction * reduction * width)
 
 
 class PixelShuffle(nn.Module):
@@ -47,27 +47,34 @@ class AveragePool(nn.Module):
         self.proj = nn.Linear(width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        n, patches, width = x.shape
-        side = round(patches**0.5)
-        grid = x.transpose(1, 2).reshape(n, width, side, side)
+        grid = x.permute(0, 3, 1, 2).contiguous()
         pooled = F.avg_pool2d(grid, self.reduction, ceil_mode=True, count_include_pad=False)
         return self.proj(self.norm(pooled.flatten(2).transpose(1, 2)))
 
 
 class MlpConnector(nn.Module):
-    """Joined patches (none at reduction 1, as in LLaVA), a norm where set, two layers with a GELU between."""
+    """Joined patches (none at reduction 1, as in LLaVA), two layers with an activation between.
+
+    A norm, where set, is over the joined patches or over each before. A linear may come in front of the two
+    that takes joined patches to one's width (Mistral 3).
+    """
 
     def __init__(self, config: ConnectorConfig, width: int) -> None:
         super().__init__()
         joined = width * config.reduction**2
-        self.reduction = config.reduction
+        self.reduction, self.norm_patches = config.reduction, config.norm_patches
         self.activation = config.activation
-        self.norm = build_norm(config.norm, joined, config.norm_eps)
-        self.fc1 = nn.Linear(joined, config.intermediate)
-        self.fc2 = nn.Linear(config.intermediate, config.d_model)
+        self.norm = build_norm(config.norm, width if config.norm_patches else joined, config.norm_eps)
+        self.merge = nn.Linear(joined, width, bias=False) if config.merged else nn.Identity()
+        self.fc1 = nn.Linear(width if config.merged else joined, config.intermediate, bias=config.bias)
+        self.fc2 = nn.Linear(config.intermediate, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(self.norm(pixel_shuffle(x, self.reduction))), self.activation))
+        if self.norm_patches:
+            x = pixel_shuffle(self.norm(x), self.reduction)
+        else:
+            x = self.norm(pixel_shuffle(x, self.reduction))
+        return self.fc2(activate(self.fc1(self.merge(x)), self.activation))
 
 
 CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {

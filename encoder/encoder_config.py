@@ -7,9 +7,14 @@ from typing import Literal, get_args
 
 from encoder.geometry import TowerShape, VisionGeometry
 
-Activation = Literal["gelu", "gelu_tanh"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
 NormKind = Literal["layer", "rms"]
+PatchTable = Literal["whole", "none"]
+"""Learned positions of patches: one for each of a square tile's, or no table."""
+PatchRope = Literal["none", "axial", "alternating"]
+"""How queries and keys are turned: by row and by column with all frequencies of half a head each, or with its
+frequencies in turns."""
 
 
 class EncoderConfigError(ValueError):
@@ -24,7 +29,7 @@ class TowerConfig:
     num_layers: int
     num_heads: int
     intermediate: int  # width of the MLP's hidden layer
-    image_size: int  # pixels, square tiles
+    image_size: int  # pixels, square tiles; 0: each image has its own size
     patch_size: int  # pixels
     activation: Activation = "gelu_tanh"
     norm_eps: float = 1e-6
@@ -33,14 +38,25 @@ class TowerConfig:
     qkv_bias: bool = True
     qk_norm: bool = False  # an RMS norm over the whole width of q and of k, before the heads
     class_token: bool = False  # in front of the patches, dropped behind the last block
+    patch_bias: bool = True
+    linear_bias: bool = True  # of attention's output and the MLP
+    gated: bool = False  # MLP: activation(gate) * up
+    first_norm: NormKind | None = None  # in front of the blocks
+    table: PatchTable = "whole"
+    rope: PatchRope = "none"
+    rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_layers", "num_heads", "intermediate", "image_size", "patch_size"):
+        for name in ("width", "num_layers", "num_heads", "intermediate", "patch_size"):
             if getattr(self, name) < 1:
                 raise EncoderConfigError(f"tower: {name} must be at least 1")
+        if not self.image_size and (self.table == "whole" or self.class_token):
+            raise EncoderConfigError("tower: a table of one size and a class token belong to an image_size")
+        if self.rope != "none" and self.width // self.num_heads % 4:
+            raise EncoderConfigError("tower: heads turned by row and column have a multiple of 4 channels")
         if self.width % self.num_heads:
             raise EncoderConfigError("tower: width must be a multiple of num_heads")
-        if self.patch_size > self.image_size:
+        if self.image_size and self.patch_size > self.image_size:
             raise EncoderConfigError("tower: patch_size must not exceed image_size")
         if self.norm not in get_args(NormKind):
             raise EncoderConfigError(f"tower: norm must be one of {', '.join(get_args(NormKind))}")
@@ -67,7 +83,9 @@ class ConnectorConfig:
     norm: NormKind | None = None  # `mlp`: over the joined patches; `average_pool`: over the pooled ones
     norm_eps: float = 1e-5
     activation: Activation = "gelu"  # of the `mlp` kind
-    bias: bool = True  # of the `average_pool` kind's projection
+    bias: bool = True  # of the `average_pool` and `mlp` kinds' linears
+    norm_patches: bool = False  # `mlp`: the norm is over each patch, before they are joined
+    merged: bool = False  # `mlp`: a linear without bias takes the joined patches to one's width first
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConnectorKind):
@@ -96,7 +114,7 @@ class EncoderConfig:
     normalisation: Normalisation = field(default_factory=Normalisation)
 
     def __post_init__(self) -> None:
-        side = self.geometry.grid_side
+        side = self.geometry.grid_side  # 0 where each image has its own size
         if self.connector.kind != "average_pool" and side % self.connector.reduction:
             raise EncoderConfigError(
                 f"connector: {self.connector.kind} at reduction {self.connector.reduction} "
@@ -118,5 +136,7 @@ class EncoderConfig:
             d_model=self.connector.d_model,
             connector=self.connector.kind,
             connector_intermediate=self.connector.intermediate,
+            merged=self.connector.merged,
+            gated=self.tower.gated,
             extra_positions=int(self.tower.class_token),
         )

@@ -144,6 +144,8 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined[None]
     if source.fold == "transpose":
         return joined.t().contiguous()
+    if source.fold == "channel_major":
+        return joined.unflatten(1, (-1, config.connector.reduction**2)).transpose(1, 2).flatten(1)
     if source.fold == "plus_one":
         return joined + 1
     if source.fold == "layer_scale":

@@ -1,49 +1,104 @@
-"""What a tile costs: visual tokens, FLOPs and bytes of tower and connector. Torch-free.
+"""What an image costs: visual tokens, FLOPs and bytes of tower and connector. Torch-free.
 
-The one owner of tokens per tile: others multiply nothing, they ask `num_visual_tokens`.
+The one owner of visual token counts: others multiply nothing, they ask `VisionGeometry.rows`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+
+class Grid(Protocol):
+    """Tiles of one image: so many, of one size in pixels."""
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    @property
+    def tile_width(self) -> int: ...
+
+    @property
+    def tile_height(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """A plain `Grid`."""
+
+    num_tiles: int
+    tile_width: int  # pixels
+    tile_height: int  # pixels
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> TileShape:
+        """Of tiles [n, H, W, 3]."""
+        num_tiles, height, width = shape[:3]
+        return cls(num_tiles, width, height)
+
+
+TYPICAL_IMAGE = TileShape(1, 1008, 756)
+"""Stands for an image where each is one tile of its own size and none is at hand: a photo on a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionGeometry:
-    """The tower's patch grid and the connector's reduction of it, per side."""
+    """The tower's patch grid and the connector's reduction of it, per side.
 
-    image_size: int  # pixels, square tiles
+    What does not fill a patch is dropped, as the tower's convolution does. Patches that don't fill a cell are
+    pooled with ceil in a square tile, 27x27 at 2x2 to 14x14, and dropped in an image of its own size.
+    """
+
+    image_size: int  # pixels of square tiles; 0: each image is one tile of its own size
     patch_size: int  # pixels
     reduction: int  # patches joined per side: 2 means 4:1
 
     @property
     def grid_side(self) -> int:
-        """Patches per side; what does not fill a patch is dropped, as the tower's convolution does."""
+        """Patches per side of a square tile."""
         return self.image_size // self.patch_size
 
     @property
+    def cell_size(self) -> int:
+        """Pixels per side of what becomes one visual token."""
+        return self.patch_size * self.reduction
+
+    @property
     def patches_per_tile(self) -> int:
+        """0 where each image has its own size."""
         return self.grid_side**2
 
     @property
     def tokens_per_tile(self) -> int:
-        """Odd grids pool with ceil: 27x27 at 2x2 gives 14x14."""
-        return (-(-self.grid_side // self.reduction)) ** 2
+        """0 where each image has its own size."""
+        return self._cells(self.image_size) ** 2
 
-    def num_patches(self, num_tiles: int) -> int:
+    def squares(self, num_tiles: int) -> TileShape:
+        """So many tiles of the tower's own size."""
+        return TileShape(num_tiles, self.image_size, self.image_size)
+
+    def num_patches(self, grid: Grid) -> int:
         """Positions that the tower computes."""
-        return num_tiles * self.patches_per_tile
+        patches = (grid.tile_height // self.patch_size) * (grid.tile_width // self.patch_size)
+        return grid.num_tiles * patches
 
-    def num_visual_tokens(self, num_tiles: int) -> int:
-        """Positions that the decoder sees."""
-        return num_tiles * self.tokens_per_tile
+    def rows(self, grid: Grid) -> int:
+        """Visual tokens: positions that the decoder sees."""
+        return grid.num_tiles * self._cells(grid.tile_height) * self._cells(grid.tile_width)
+
+    def cells(self, grid: Grid) -> tuple[int, int]:
+        """(rows, columns) of a tile's visual tokens."""
+        return self._cells(grid.tile_height), self._cells(grid.tile_width)
+
+    def _cells(self, pixels: int) -> int:
+        patches = pixels // self.patch_size
+        return -(-patches // self.reduction) if self.image_size else patches // self.reduction
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """A SigLIP tower without its pooling head, and its connector: what decides their FLOPs and bytes."""
+    """A tower without its pooling head, and its connector: what decides their FLOPs and bytes."""
 
     geometry: VisionGeometry
     num_layers: int
@@ -52,6 +107,8 @@ class TowerShape:
     d_model: int  # the decoder's width
     connector: Literal["pixel_shuffle", "average_pool", "mlp"] = "pixel_shuffle"
     connector_intermediate: int = 0  # hidden width of the mlp connector
+    merged: bool = False  # that connector first takes joined patches to one's width
+    gated: bool = False  # the MLP has two linears in and one out
     extra_positions: int = 0  # per tile, beside its patches: a class token
     nominal_params: int = 0  # above 0: stands in for patch_params, as in "400M"
 
@@ -61,7 +118,8 @@ class TowerShape:
         if self.nominal_params:
             return self.nominal_params
         attention = 4 * (self.width * self.width + self.width)
-        mlp = 2 * self.width * self.intermediate + self.intermediate + self.width
+        linears = 3 if self.gated else 2
+        mlp = linears * self.width * self.intermediate + (linears - 1) * self.intermediate + self.width
         norms = 4 * self.width
         patch_embedding = self.width * (3 * self.geometry.patch_size**2 + 1)
         return self.num_layers * (attention + mlp + norms) + patch_embedding + 2 * self.width
@@ -74,7 +132,9 @@ class TowerShape:
         joined = self.width * self.geometry.reduction**2
         if self.connector == "mlp":
             hidden = self.connector_intermediate
-            return (joined + 1) * hidden + (hidden + 1) * self.d_model
+            merging = joined * self.width if self.merged else 0
+            read = self.width if self.merged else joined
+            return merging + (read + 1) * hidden + (hidden + 1) * self.d_model
         return joined * self.d_model
 
     @property
@@ -82,21 +142,22 @@ class TowerShape:
         positions = self.geometry.patches_per_tile * self.width
         return self.patch_params + positions + self.connector_params
 
-    def flops(self, num_tiles: int) -> float:
+    def flops(self, grid: Grid) -> float:
         """2 P N + 4 L N^2 d per tile with bidirectional attention, and the connector's product."""
-        positions = self.geometry.patches_per_tile + self.extra_positions
+        patches, tiles = self.geometry.num_patches(grid), grid.num_tiles
+        positions = patches + tiles * self.extra_positions
         linear = 2 * self.patch_params * positions
-        attention = 4 * self.num_layers * positions**2 * self.width
-        connector = 2 * self.connector_params * self.geometry.tokens_per_tile
-        return float(num_tiles * (linear + attention + connector))
+        attention = 4 * self.num_layers * positions**2 * self.width / tiles if tiles else 0
+        connector = 2 * self.connector_params * self.geometry.rows(grid)
+        return float(linear + attention + connector)
 
-    def elements(self, num_tiles: int) -> int:
+    def elements(self, grid: Grid) -> int:
         """Channels of every patch in every layer: what norms and activations pass over."""
-        return self.geometry.num_patches(num_tiles) * self.num_layers * self.width
+        return self.geometry.num_patches(grid) * self.num_layers * self.width
 
     def weight_bytes(self, element_bytes: float = 2) -> int:
         return math.ceil(self.num_params * element_bytes)
 
-    def output_bytes(self, num_tiles: int, element_bytes: float = 2) -> int:
+    def output_bytes(self, grid: Grid, element_bytes: float = 2) -> int:
         """Bytes of the visual tokens that are cached and sent to the decoder."""
-        return math.ceil(self.geometry.num_visual_tokens(num_tiles) * self.d_model * element_bytes)
+        return math.ceil(self.geometry.rows(grid) * self.d_model * element_bytes)

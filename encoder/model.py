@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from encoder.encoder_config import EncoderConfig
+from encoder.geometry import TileShape
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
 # and holds its activations all at once.
@@ -18,9 +19,15 @@ FORWARD_FLOPS_ACCELERATOR = 8e12
 
 
 def tiles_per_forward(config: EncoderConfig, device: torch.device) -> int:
-    """At least one: large towers on a CPU take tiles one by one, small ones many at a time."""
+    """At least one: large towers on a CPU take tiles one by one, small ones many at a time.
+
+    Images of their own sizes go one by one: no padding, and each is bitwise what it is in any company.
+    """
+    square = config.geometry.squares(1)
+    if not square.tile_width:
+        return 1
     budget = FORWARD_FLOPS_CPU if device.type == "cpu" else FORWARD_FLOPS_ACCELERATOR
-    return max(1, int(budget // config.shape.flops(1)))
+    return max(1, int(budget // config.shape.flops(square)))
 
 
 class Encoder:
@@ -37,8 +44,6 @@ class Encoder:
         self.connector = connector.eval().requires_grad_(False)
         self.revision = revision
         self.d_model = config.connector.d_model
-        self.tile_size = config.tower.image_size
-        self.tokens_per_tile = config.geometry.tokens_per_tile
         self.tiles_computed = 0  # every tile that went through the tower, padding included; there is none
         weight = next(tower.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -57,18 +62,25 @@ class Encoder:
                 if not any(module.children()):
                     module.register_forward_hook(tick)
 
+    def num_rows(self, tiles: np.ndarray) -> int:
+        """Visual tokens that tiles [n, H, W, 3] give."""
+        return self.config.geometry.rows(TileShape.of(tiles.shape))
+
+    def flops(self, tiles: np.ndarray) -> float:
+        return self.config.shape.flops(TileShape.of(tiles.shape))
+
     @torch.inference_mode()
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
-        """Visual tokens of each image, [n_i * tokens_per_tile, d_model], tiles in the order given.
+        """Visual tokens of each image, [num_rows, d_model], tiles in the order given.
 
-        `images` are uint8 [n_i, S, S, 3]. Tiles of all images share forwards, without padding. Each result
-        owns its memory, so that a cache that keeps one image doesn't keep its neighbours. Raises ValueError
-        for tiles of another size or type.
+        `images` are uint8 [n_i, H_i, W_i, 3]. Square tiles of all images share forwards, without padding.
+        Each result owns its memory, so that a cache that keeps one image doesn't keep its neighbours. Raises
+        ValueError for tiles of another size or type.
         """
         for tiles in images:
             self._check(tiles)
         results = [
-            torch.empty(len(tiles) * self.tokens_per_tile, self.d_model, dtype=self.dtype, device=self.device)
+            torch.empty(self.num_rows(tiles), self.d_model, dtype=self.dtype, device=self.device)
             for tiles in images
         ]
         self._thread.submit(self._fill, results, images).result()
@@ -77,21 +89,24 @@ class Encoder:
     @torch.inference_mode()
     def _fill(self, results: Sequence[Tensor], images: Sequence[np.ndarray]) -> None:
         """Leaves nothing behind on the thread that runs it."""
-        places = [(image, tile) for image, tiles in enumerate(images) for tile in range(len(tiles))]
+        places = [
+            (tiles[i], rows)
+            for tiles, result in zip(images, results, strict=True)
+            for i, rows in enumerate(result.view(len(tiles), -1, self.d_model))
+        ]
         for start in range(0, len(places), self.tiles_per_forward):
             chunk = places[start : start + self.tiles_per_forward]
-            tokens = self.forward(np.stack([images[image][tile] for image, tile in chunk]))
-            for rows, (image, tile) in zip(tokens, chunk, strict=True):
-                first = tile * self.tokens_per_tile
-                results[image][first : first + self.tokens_per_tile] = rows
+            tokens = self.forward(np.stack([tile for tile, _ in chunk]))
+            for rows, (_, place) in zip(tokens, chunk, strict=True):
+                place.copy_(rows)
 
     def forward(self, tiles: np.ndarray) -> Tensor:
-        """One batch of uint8 tiles [n, S, S, 3] to [n, tokens_per_tile, d_model]."""
+        """One batch of uint8 tiles [n, H, W, 3] to [n, rows of a tile, d_model]."""
         self.tiles_computed += len(tiles)
         return self.connector(self.tower(self.normalise(tiles)))
 
     def normalise(self, tiles: np.ndarray) -> Tensor:
-        """uint8 [n, S, S, 3] to the tower's input [n, 3, S, S], in its dtype."""
+        """uint8 [n, H, W, 3] to the tower's input [n, 3, H, W], in its dtype."""
         rule = self.config.normalisation
         std = torch.tensor(rule.std, device=self.device)
         shift = torch.tensor(rule.mean, device=self.device) / std
@@ -99,6 +114,10 @@ class Encoder:
         return pixels.mul_(rule.scale / std).sub_(shift).permute(0, 3, 1, 2).to(self.dtype)
 
     def _check(self, tiles: np.ndarray) -> None:
-        size = self.tile_size
-        if tiles.dtype != np.uint8 or tiles.ndim != 4 or tiles.shape[1:] != (size, size, 3) or not len(tiles):
-            raise ValueError(f"tiles must be uint8 [n, {size}, {size}, 3] with n of at least 1")
+        side, cell = self.config.geometry.image_size, self.config.geometry.cell_size
+        fits = tiles.dtype == np.uint8 and tiles.ndim == 4 and tiles.shape[3] == 3 and len(tiles) > 0
+        if side:
+            if not fits or tiles.shape[1:3] != (side, side):
+                raise ValueError(f"tiles must be uint8 [n, {side}, {side}, 3] with n of at least 1")
+        elif not fits or min(tiles.shape[1:3]) < cell:
+            raise ValueError(f"tiles must be uint8 [n, H, W, 3] with n of at least 1, H and W of {cell}")

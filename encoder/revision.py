@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from encoder.checkpoint import TensorEntry, read_header, read_index
 from encoder.encoder_config import EncoderConfig
@@ -31,7 +32,7 @@ def revision_of(config: EncoderConfig, entries: dict[str, TensorEntry], *extra: 
     def add(field: bytes) -> None:
         digest.update(len(field).to_bytes(8, "little") + field)
 
-    add(json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
+    add(json.dumps(_settings(config), sort_keys=True).encode())
     for text in extra:
         add(text.encode())
     for name, entry in sorted(entries.items()):
@@ -48,6 +49,19 @@ def revision_of(config: EncoderConfig, entries: dict[str, TensorEntry], *extra: 
                 digest.update(chunk)
                 left -= len(chunk)
     return digest.hexdigest()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Fields of a dataclass and of those in it, but for those that are as declared: what an option adds
+    changes no revision where it isn't used."""
+    given = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _settings(value)
+        if value != field.default:
+            given[field.name] = value
+    return given
 
 
 def open_clip_trunk(file: Path) -> dict[str, TensorEntry]:

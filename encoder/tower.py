@@ -11,18 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.encoder_config import Activation, NormKind, TowerConfig
+from encoder.positions import patch_rotations
 
 TANH_GELU_SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 TANH_GELU_CUBIC = 0.044715
+QUICK_GELU_SLOPE = 1.702
 QK_NORM_EPS = 1e-6
+SCORE_BYTES = 1 << 30  # of attention scores in float32 at once
 
 
-def gelu(x: Tensor, kind: Activation) -> Tensor:
-    """GELU, exact or in its tanh form.
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """GELU exact, in its tanh form, or as x * sigmoid(1.702 x); SiLU.
 
     The tanh form is x * sigmoid(2u) for 0.5 * x * (1 + tanh(u)): the same function within float32 rounding,
     and on CPU 1.5 to 2 times as fast as torch's own kernel.
     """
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(QUICK_GELU_SLOPE * x)
     if kind == "gelu":
         return F.gelu(x)
     if x.device.type != "cpu" or torch.is_grad_enabled() or x.dtype != torch.float32:
@@ -34,10 +41,11 @@ def gelu(x: Tensor, kind: Activation) -> Tensor:
 class PatchEmbed(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, config.width, config.patch_size, config.patch_size)
+        self.proj = nn.Conv2d(3, config.width, config.patch_size, config.patch_size, bias=config.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.proj(pixels).flatten(2).transpose(1, 2)  # [n, patches, width], in reading order
+        """[n, 3, H, W] to [n, rows, cols, width]."""
+        return self.proj(pixels).permute(0, 2, 3, 1)
 
 
 def build_norm(kind: NormKind | None, width: int, eps: float) -> nn.Module:
@@ -55,29 +63,48 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
             self.k_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
-        self.proj = nn.Linear(config.width, config.width)
+        self.proj = nn.Linear(config.width, config.width, bias=config.linear_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         n, patches, width = x.shape
         qkv = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.chunk(3, dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(n, patches, 3, self.num_heads, width // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(mixed.transpose(1, 2).reshape(n, patches, width))
+        qk, v = qkv[:, :, :2], qkv[:, :, 2].transpose(1, 2)
+        if rotations is not None:
+            cos, sin = (table[:, None, None] for table in rotations)
+            qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(x.dtype)
+        q, k = qk.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
+        return self.proj(attend(q, k, v).transpose(1, 2).reshape(n, patches, width))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All to all, [n, heads, patches, head_dim]. Queries go in blocks where scores could fill the memory: a
+    device without a fused kernel for them writes them out, 9 GB for 12,000 patches of 16 heads."""
+    n, heads, patches, _ = q.shape
+    block = max(1, SCORE_BYTES // (n * heads * patches * 4))
+    if block >= patches:
+        return F.scaled_dot_product_attention(q, k, v)
+    parts = [F.scaled_dot_product_attention(part, k, v) for part in q.split(block, 2)]
+    return torch.cat(parts, 2)
 
 
 class Mlp(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.fc1 = nn.Linear(config.width, config.intermediate)
-        self.fc2 = nn.Linear(config.intermediate, config.width)
+        self.activation, self.gated = config.activation, config.gated
+        hidden = config.intermediate * (1 + config.gated)
+        self.fc1 = nn.Linear(config.width, hidden, bias=config.linear_bias)  # gated: the gate's rows first
+        self.fc2 = nn.Linear(config.intermediate, config.width, bias=config.linear_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x), self.activation))
+        x = self.fc1(x)
+        if self.gated:
+            gate, up = x.chunk(2, -1)
+            return self.fc2(activate(gate, self.activation) * up)
+        return self.fc2(activate(x, self.activation))
 
 
 class Block(nn.Module):
@@ -88,28 +115,39 @@ class Block(nn.Module):
         self.norm2 = build_norm(config.norm, config.width, config.norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotations)
         return x + self.mlp(self.norm2(x))
 
 
 class Tower(nn.Module):
-    """Normalised pixels [n, 3, S, S] to patch features [n, patches, width]."""
+    """Normalised pixels [n, 3, H, W] to patch features [n, rows, cols, width]."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
+        self.config = config
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width)) if config.class_token else None
-        self.pos_embed = nn.Parameter(torch.empty(1, config.num_positions, config.width))
+        self.pos_embed = None
+        if config.table == "whole":
+            self.pos_embed = nn.Parameter(torch.empty(1, config.num_positions, config.width))
+        self.first_norm = build_norm(config.first_norm, config.width, config.norm_eps)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = build_norm(config.final_norm, config.width, config.norm_eps)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embed(pixels)
+        n, rows, cols, width = x.shape
+        x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
-        x = x + self.pos_embed
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
+        rotations = None
+        if self.config.rope != "none":
+            rotations = patch_rotations(self.config, rows, cols, x.device)
+        x = self.first_norm(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotations)
         x = self.norm(x)
-        return x if self.cls_token is None else x[:, 1:]
+        return (x if self.cls_token is None else x[:, 1:]).reshape(n, rows, cols, width)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from preprocess.types import Detail, ResizePlan, TileGrid, TilingRule
+from preprocess.own_size import AreaResize, EdgeResize
+from preprocess.types import Detail, ResizePlan, TileGrid, TilingRule, check_positive
 
 _MAX_CANVAS_EDGE = 4096  # the family's own bound on the resized image
 
@@ -26,14 +27,14 @@ class Idefics3Tiling:
     name: ClassVar[str] = "idefics3"
 
     def __post_init__(self) -> None:
-        _check_positive(tile_size=self.tile_size, longest_edge=self.longest_edge)
+        check_positive(tile_size=self.tile_size, longest_edge=self.longest_edge)
 
     def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid:
         return self.plan(width, height, detail).grid
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan:
         """width, height: of the upright image, in pixels."""
-        _check_positive(width=width, height=height)
+        check_positive(width=width, height=height)
         tile = self.tile_size
         scaled = self._scaled(width, height)
         if detail == "low" or not self.split:
@@ -94,7 +95,7 @@ class AspectGridTiling:
     name: ClassVar[str] = "aspect_grid"
 
     def __post_init__(self) -> None:
-        _check_positive(tile_size=self.tile_size, min_tiles=self.min_tiles, max_tiles=self.max_tiles)
+        check_positive(tile_size=self.tile_size, min_tiles=self.min_tiles, max_tiles=self.max_tiles)
         if self.min_tiles > self.max_tiles:
             raise ValueError("min_tiles must not be above max_tiles")
 
@@ -103,7 +104,7 @@ class AspectGridTiling:
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan:
         """width, height: of the upright image, in pixels."""
-        _check_positive(width=width, height=height)
+        check_positive(width=width, height=height)
         tile = self.tile_size
         rows, cols = (1, 1) if detail == "low" else self._shape(width, height)
         if rows * cols == 1:
@@ -150,14 +151,14 @@ class SquashTiling:
     name: ClassVar[str] = "squash"
 
     def __post_init__(self) -> None:
-        _check_positive(tile_size=self.tile_size, min_crop=self.min_crop, max_crops=self.max_crops)
+        check_positive(tile_size=self.tile_size, min_crop=self.min_crop, max_crops=self.max_crops)
 
     def grid(self, width: int, height: int, detail: Detail = "auto") -> TileGrid:
         return self.plan(width, height, detail).grid
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ResizePlan:
         """width, height: of the upright image, in pixels."""
-        _check_positive(width=width, height=height)
+        check_positive(width=width, height=height)
         tile = self.tile_size
         boxes = self._boxes(width, height) if self.cuts_finely(detail) else ()
         if not boxes:
@@ -189,7 +190,8 @@ class SquashTiling:
 
 def tiling_from_json(raw: Mapping[str, object]) -> TilingRule:
     """The inverse of a rule's `to_json`. Raises ValueError for unknown rules and keys."""
-    rules = {rule.name: rule for rule in (Idefics3Tiling, AspectGridTiling, SquashTiling)}
+    kinds = (Idefics3Tiling, AspectGridTiling, SquashTiling, AreaResize, EdgeResize)
+    rules = {rule.name: rule for rule in kinds}
     fields = dict(raw)
     name = fields.pop("rule", None)
     if name not in rules:
@@ -206,9 +208,3 @@ def _one_tile(tile: int) -> TileGrid:
 
 def _even(value: int) -> int:
     return value + value % 2
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer")

@@ -11,6 +11,13 @@ Detail = Literal["auto", "low", "high"]
 Variant = Literal["fast", "exact"]
 
 
+def check_positive(**values: int) -> None:
+    """Raises ValueError with the name of a value that is no positive integer."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer")
+
+
 class ImageError(ValueError):
     """An image this service will not process. `message` is a fixed text, safe to show a client."""
 

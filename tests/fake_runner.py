@@ -24,9 +24,10 @@ def fake_runner(**options: Any) -> EngineRunner:
     def encode(images: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros((TOKENS_PER_TILE * len(tiles), 2)) for tiles in images]
 
-    batcher = TileBatcher(
-        encode, VisualCache(1 << 20), tokens_per_tile=TOKENS_PER_TILE, concat=np.concatenate
-    )
+    def num_rows(tiles: np.ndarray) -> int:
+        return TOKENS_PER_TILE * len(tiles)
+
+    batcher = TileBatcher(encode, VisualCache(1 << 20), num_rows=num_rows, concat=np.concatenate)
     config = EngineConfig(step_stretch=None)
     return EngineRunner(
         batcher,

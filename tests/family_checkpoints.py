@@ -53,6 +53,7 @@ class FamilyCase:
     old_names: Mapping[str, str] = field(default_factory=dict)  # prefix of the newest form: of an older one
     tokenizer: Callable[[tuple[str, ...]], str] = lambda specials: byte_level(specials)
     norm_offset: float = 0.0  # added to the last norm's weight by the model itself
+    takes: Callable[[int, int], bool] = lambda width, height: True  # sizes that the reference can take
 
 
 @cache
@@ -157,6 +158,87 @@ def reference(directory: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
+
+
+# Idefics3
+
+ROLES = (
+    "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
+DOCTAGS = (
+    *("<doctag>", "</doctag>", "<text>", "</text>", "<otsl>", "</otsl>", "<fcel>", "<nl>", "<key_"),
+    *(f"<loc_{i}>" for i in range(20)),
+)
+
+
+def idefics3_case(
+    name: str, kind: str, text: Mapping[str, Any], template: str, specials: tuple[str, ...], **more: Any
+) -> FamilyCase:
+    """Markers of tiles beyond the second row and column are plain text, as for large pages on hubs."""
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": kind.lower(),
+            "text_config": {**TEXT, "vocab_size": vocab_size, "pad_token_id": 0, **text},
+            "vision_config": {
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "intermediate_size": 80,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+            "scale_factor": 2,
+            "image_token_id": ids["<image>"],
+            "pad_token_id": 0,
+            "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+        }
+
+    tiles = {"longest_edge": 32}
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=(
+            *("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
+            *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
+            *specials,
+        ),
+        named={
+            "fake_image_token": "<fake_token_around_image>",
+            "image_token": "<image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        processor={
+            "processor_class": f"{kind}Processor",
+            "image_seq_len": 4,
+            "image_processor": {
+                "image_processor_type": f"{kind}ImageProcessor",
+                "do_image_splitting": True,
+                "max_image_size": tiles,
+                "size": {"longest_edge": 128},
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 1,
+            },
+            **more,
+        },
+        template=template,
+    )
+
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 16}
+DOCLING = idefics3_case(
+    "idefics3_docling",
+    "Idefics3",
+    LLAMA | {"tie_word_embeddings": True},
+    ROLES,
+    ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", *DOCTAGS),
+)
 
 
 # InternVL
@@ -311,7 +393,74 @@ def gemma3_case(name: str, **text: Any) -> FamilyCase:
     )
 
 
+# LightOnOCR
+
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "image_size": 112,
+    "patch_size": 7,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
+
+
+def pixtral_processor(**settings: Any) -> dict[str, Any]:
+    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, **settings}
+
+
+def lighton_ocr_case(name: str, multiple: int, **text: Any) -> FamilyCase:
+    """multiple: pixels that the processor rounds up to; a cell has 14."""
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": "lighton_ocr",
+            "text_config": {**TEXT, **QWEN3, "vocab_size": vocab_size, **text},
+            "vision_config": PIXTRAL,
+            "image_token_id": ids["<|image_pad|>"],
+            "tie_word_embeddings": True,
+        }
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+        named={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        processor={
+            "processor_class": "LightOnOcrProcessor",
+            "patch_size": 7,
+            "image_processor": pixtral_processor(patch_size={"height": multiple, "width": multiple}),
+        },
+        template=CHATML.replace("IMAGE", "<|image_pad|>"),
+        takes=lambda width, height: min(width, height) / max(1, max(width, height) / 112) >= 8,
+    )
+
+
 CASES: tuple[FamilyCase, ...] = (
+    DOCLING,
+    idefics3_case(
+        "smolvlm_untied",
+        "SmolVLM",
+        LLAMA | {"num_key_value_heads": 1},
+        CHATML.replace("IMAGE", "<image>"),
+        ("<video>",),
+        video_processor={
+            "video_processor_type": "SmolVLMVideoProcessor",
+            "max_image_size": {"longest_edge": 32},
+            "size": {"longest_edge": 32},
+            "num_frames": 8,
+            "fps": 1,
+        },
+    ),
+    lighton_ocr_case("lighton_ocr", 14),
+    lighton_ocr_case("lighton_ocr_odd_patches", 7, rms_norm_eps=1e-3),
     gemma3_case("gemma3_wide_window"),
     gemma3_case("gemma3_window_cuts_the_span", sliding_window=12, num_key_value_heads=4),
     internvl_case("internvl_300m_qwen2", QWEN2 | {"tie_word_embeddings": True}),

@@ -37,9 +37,7 @@ def main() -> None:
             layers.sendall(b".")
         return [np.ones((len(tiles), 2)) for tiles in images]
 
-    batcher = TileBatcher(
-        encode, VisualCache(1 << 20), tokens_per_tile=1, max_step_s=1e-9, concat=np.concatenate
-    )
+    batcher = TileBatcher(encode, VisualCache(1 << 20), num_rows=len, max_step_s=1e-9, concat=np.concatenate)
     runner = EngineRunner(
         batcher,
         lambda visuals: Engine(FakeBackend(), visuals, EngineConfig(), ByteTokens(), frozenset({EOS})),

@@ -153,5 +153,5 @@ def test_rates_learn_from_measured_stages_only() -> None:
     assert rates.expected_ttft_ms(0.0, 0, 100) == pytest.approx(52.0)
     assert rates.expected_ttft_ms(1.0, 4, 100) is None
     rates.preprocess_ms_per_megapixel.add(30.0)
-    rates.encode_ms_per_tile.add(5.0)
+    rates.encode_ms_per_row.add(5.0)
     assert rates.expected_ttft_ms(2.0, 4, 100) == pytest.approx(132.0)

@@ -306,7 +306,7 @@ def test_distinct_experts(batch: int, figure: str) -> None:
 def test_patch_tokens_and_the_cost_of_one_image() -> None:
     geometry = VisionGeometry(384, 14, 2)
     assert geometry.patches_per_tile == 729
-    assert geometry.num_patches(13) == 9477
+    assert geometry.num_patches(geometry.squares(13)) == 9477
     image, question = kv_bytes(MHA_7B, 2370), kv_bytes(MHA_7B, 30)
     assert shows(image / GB, "1.24") and shows(question / 1e6, "15.7")
     assert shows(image / question, "80")
@@ -317,16 +317,18 @@ def test_a_quarter_of_the_patches_against_integer_pooling() -> None:
     """2,370 is 9,477 / 4; pooling 27x27 by 2x2 gives whole cells: 14x14 with ceil, 13x13 with floor."""
     geometry = VisionGeometry(384, 14, 2)
     assert shows(9477 / 4, "2,370")
-    assert geometry.num_visual_tokens(13) == 13 * 14 * 14 == 2548
+    assert geometry.rows(geometry.squares(13)) == 13 * 14 * 14 == 2548
     assert 13 * (27 // 2) ** 2 == 2197
 
 
 def test_the_two_extremes() -> None:
     model = load_model("7b-mha")
     assert model.tower is not None
-    assert with_pooling(model.tower, 1).geometry.num_visual_tokens(25) == 18_225
-    heavy = plan_image(MHA_7B, with_pooling(model.tower, 1), H100, [25])
-    light = plan_image(MHA_7B, with_encoder(with_pooling(model.tower, 16), 224, 14), H100, [13])
+    dense = with_pooling(model.tower, 1)
+    assert dense.geometry.rows(dense.geometry.squares(25)) == 18_225
+    sparse = with_encoder(with_pooling(model.tower, 16), 224, 14)
+    heavy = plan_image(MHA_7B, dense, H100, [dense.geometry.squares(25)])
+    light = plan_image(MHA_7B, sparse, H100, [sparse.geometry.squares(13)])
     assert heavy.ttft_s > 10 * light.ttft_s
 
 
@@ -334,7 +336,7 @@ def test_preprocessing_of_13_tiles_is_15_6_ms() -> None:
     """Printed as 15 ms; 1.2 ms a tile, the lab's own assumption, makes 15.6."""
     tower = load_model("7b-mha").tower
     assert tower is not None
-    plan = plan_image(MHA_7B, tower, H100, [13])
+    plan = plan_image(MHA_7B, tower, H100, [tower.geometry.squares(13)])
     assert shows(plan.preprocess_s * 1e3, "15.6")
 
 
@@ -344,11 +346,12 @@ def test_vit_flops_imply_a_nominal_400m_tower() -> None:
     assert exact is not None
     no_connector = replace(exact, d_model=0)
     nominal = replace(no_connector, nominal_params=400_000_000)
-    assert shows(nominal.flops(13) / 1e12, "8.4")
-    assert shows(nominal.flops(13) / (H100.peak_flops * H100.tower_efficiency) * 1e3, "21")
-    attention = nominal.flops(13) - 2 * 400e6 * 9477
+    tiles = exact.geometry.squares(13)
+    assert shows(nominal.flops(tiles) / 1e12, "8.4")
+    assert shows(nominal.flops(tiles) / (H100.peak_flops * H100.tower_efficiency) * 1e3, "21")
+    attention = nominal.flops(tiles) - 2 * 400e6 * 9477
     assert shows((8.4e12 - attention) / (2 * 9477) / 1e6, "398")  # what the rounded figure implies
-    assert shows(exact.patch_params / 1e6, "412") and shows(no_connector.flops(13) / 1e12, "8.7")
+    assert shows(exact.patch_params / 1e6, "412") and shows(no_connector.flops(tiles) / 1e12, "8.7")
 
 
 def test_prefill_flops_imply_7_31e9_parameters_or_attention_that_is_not_halved() -> None:

@@ -41,7 +41,7 @@ def batcher(encode: FakeEncoder, *, held: str = "", **options: object) -> TileBa
     cache = VisualCache(1 << 20)
     for key in held:
         cache.hold(key)
-    defaults = {"tokens_per_tile": TOKENS, "max_tiles": 4, "concat": np.concatenate}
+    defaults = {"num_rows": lambda tiles: TOKENS * len(tiles), "max_tiles": 4, "concat": np.concatenate}
     return TileBatcher(encode, cache, **(defaults | options))  # type: ignore[arg-type]
 
 

@@ -14,13 +14,13 @@ def tower(side: int) -> TowerConfig:
 
 
 def features(side: int, n: int = 2) -> torch.Tensor:
-    return torch.randn(n, side * side, WIDTH, generator=torch.Generator().manual_seed(side))
+    return torch.randn(n, side, side, WIDTH, generator=torch.Generator().manual_seed(side))
 
 
 @pytest.mark.parametrize(("side", "reduction"), [(4, 2), (6, 3), (14, 2), (27, 3), (8, 4), (5, 5), (3, 1)])
 def test_pixel_shuffle_joins_patches_in_the_reference_order(side: int, reduction: int) -> None:
     x = features(side)
-    reference = Idefics3Connector.pixel_shuffle(None, x, reduction)
+    reference = Idefics3Connector.pixel_shuffle(None, x.flatten(1, 2), reduction)
     assert torch.equal(pixel_shuffle(x, reduction), reference)
 
 
@@ -33,10 +33,9 @@ def test_average_pool_takes_the_mean_of_the_patches_that_exist(side: int, reduct
     connector = build_connector(config, tower(side))
     connector.proj.load_state_dict({"weight": torch.eye(WIDTH), "bias": torch.zeros(WIDTH)})
     x = features(side)
-    grid = x.view(2, side, side, WIDTH)
     cells = -(-side // reduction)
     expected = [
-        grid[:, r * reduction : (r + 1) * reduction, c * reduction : (c + 1) * reduction].mean(dim=(1, 2))
+        x[:, r * reduction : (r + 1) * reduction, c * reduction : (c + 1) * reduction].mean(dim=(1, 2))
         for r in range(cells)
         for c in range(cells)
     ]
@@ -62,7 +61,7 @@ def test_mlp_connector_is_two_layers_with_a_gelu_between() -> None:
     connector = build_connector(ConnectorConfig("mlp", 1, d_model=5, intermediate=7), tower(3))
     x = features(3)
     expected = connector.fc2(torch.nn.functional.gelu(connector.fc1(x)))
-    torch.testing.assert_close(connector(x), expected)
+    torch.testing.assert_close(connector(x), expected.flatten(1, 2))
 
 
 @pytest.mark.parametrize("kind", ["pixel_shuffle", "mlp"])

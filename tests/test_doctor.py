@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder.geometry import TowerShape
+from encoder.geometry import Grid, TowerShape
 from llm.cost import Chunk, DecoderShape, Machine, Precision, decode_time, step_time
 from vlm.checkpoint import Checkpoint
 from vlm.plan.labs.image_lab import encode_time
@@ -105,11 +105,12 @@ class MadeUpTower:
         return self.shape.geometry
 
     @property
-    def seconds(self) -> dict[int, list[float]]:
-        return {n: [encode_time(self.shape, TRUE, n, STORED).seconds + n * 1e-4] for n in (1, 5)}
+    def seconds(self) -> dict[Grid, list[float]]:
+        grids = [self.shape.geometry.squares(n) for n in (1, 5)]
+        return {g: [encode_time(self.shape, TRUE, [g], STORED).seconds + g.num_tiles * 1e-4] for g in grids}
 
-    def prompt_tokens(self, num_tiles: int) -> int:
-        return num_tiles
+    def prompt_tokens(self, grid: Grid) -> int:
+        return grid.num_tiles
 
 
 def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
@@ -130,8 +131,8 @@ def test_the_towers_fit_finds_its_machine(tmp_path: Path) -> None:
         tower_element_s=element_s,
     )
     for probe in probes:
-        for count, taken in probe.seconds.items():
-            expected = encode_time(probe.shape, predicted, count, STORED).seconds + count * 1e-4
+        for grid, taken in probe.seconds.items():
+            expected = encode_time(probe.shape, predicted, [grid], STORED).seconds + grid.num_tiles * 1e-4
             assert expected == pytest.approx(taken[0], rel=0.1)
 
 

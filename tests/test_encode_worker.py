@@ -47,6 +47,10 @@ class FakeEncoder:
         return [torch.full((2 * len(tiles), 4), float(tiles.mean())) for tiles in images]
 
 
+def two_rows(tiles: np.ndarray) -> int:
+    return 2 * len(tiles)
+
+
 @pytest.fixture
 def encoder() -> FakeEncoder:
     return FakeEncoder()
@@ -55,7 +59,7 @@ def encoder() -> FakeEncoder:
 @pytest.fixture
 def service(encoder: FakeEncoder) -> Iterator[EncodeService]:
     made = EncodeService(
-        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2, max_tiles=8),
+        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), num_rows=two_rows, max_tiles=8),
         on_crash=lambda: None,
     )
     made.start()
@@ -205,7 +209,7 @@ def test_an_encoder_that_hangs_is_told(encoder: FakeEncoder) -> None:
     crashed = threading.Event()
     encoder.go.clear()
     service = EncodeService(
-        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), tokens_per_tile=2),
+        lambda _: TileBatcher(encoder.encode, VisualCache(1 << 20), num_rows=two_rows),
         on_crash=crashed.set,
         stall_s=1.0,
     )

@@ -20,7 +20,7 @@ def random_tiles(count: int, size: int, seed: int = 0) -> np.ndarray:
 def relative_difference(directory: Path) -> float:
     """max|difference| / max|reference| over five tiles of two images."""
     encoder = load_encoder(directory)
-    tiles = random_tiles(5, encoder.tile_size)
+    tiles = random_tiles(5, encoder.config.tower.image_size)
     features = reference(directory).model.get_image_features(encoder.normalise(tiles)[None])
     theirs = torch.cat(features.pooler_output)
     ours = torch.cat(encoder.encode([tiles[:2], tiles[2:]]))
@@ -63,6 +63,6 @@ def test_positions_are_the_references_for_every_grid() -> None:
 
 def test_uint8_tiles_become_the_processors_pixels() -> None:
     encoder = load_encoder(DEFAULT_MODEL)
-    tiles = random_tiles(1, encoder.tile_size)
+    tiles = random_tiles(1, encoder.config.tower.image_size)
     expected = (tiles.transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5
     assert np.abs(encoder.normalise(tiles).numpy() - expected).max() < 1e-6

@@ -38,7 +38,7 @@ def edited(source: Path, target: Path, edit: Callable[[State], None]) -> Path:
 
 def tokens(directory: Path) -> torch.Tensor:
     encoder = load_encoder(directory)
-    size = encoder.tile_size
+    size = encoder.config.tower.image_size
     tiles = np.random.default_rng(0).integers(0, 256, (2, size, size, 3), dtype=np.uint8)
     return encoder.encode([tiles])[0]
 
@@ -83,7 +83,8 @@ def test_stored_dtypes_are_read_as_what_they_hold(tmp_path: Path, dtype: torch.d
 
 def test_compute_dtype_is_the_callers(checkpoint: Path) -> None:
     encoder = load_encoder(checkpoint, dtype=torch.bfloat16)
-    tiles = np.full((1, encoder.tile_size, encoder.tile_size, 3), 200, np.uint8)
+    size = encoder.config.tower.image_size
+    tiles = np.full((1, size, size, 3), 200, np.uint8)
     rows = encoder.encode([tiles])[0]
     exact = load_encoder(checkpoint).encode([tiles])[0]
     assert rows.dtype == torch.bfloat16
@@ -179,4 +180,4 @@ def test_unknown_open_clip_name_is_an_error() -> None:
 def test_default_model_and_every_spec_have_the_tokens_their_processor_expects(tmp_path: Path) -> None:
     for directory in (DEFAULT_MODEL, random_checkpoint(tmp_path, seed=1, spec=SPECS["grid27_odd_pixels"])):
         expected = json.loads((directory / "processor_config.json").read_text())["image_seq_len"]
-        assert load_encoder(directory).tokens_per_tile == expected
+        assert load_encoder(directory).config.geometry.tokens_per_tile == expected

@@ -44,7 +44,7 @@ def test_ragged_batches_give_each_image_the_tokens_it_gets_alone(counts: list[in
     together = encoder.encode(images)
     assert encoder.tiles_computed == sum(counts)
     for ours, expected, count in zip(together, alone, counts, strict=True):
-        assert ours.shape == (count * encoder.tokens_per_tile, encoder.d_model)
+        assert ours.shape == (count * encoder.config.geometry.tokens_per_tile, encoder.d_model)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_large_towers_take_one_tile_at_a_time_and_small_ones_many() -> None:
 def test_batcher_and_encoder_fill_the_cache_with_what_the_encoder_gives() -> None:
     encoder = small_encoder()
     cache = VisualCache(1 << 20)
-    batcher = TileBatcher(encoder.encode, cache, tokens_per_tile=encoder.tokens_per_tile, max_tiles=4)
+    batcher = TileBatcher(encoder.encode, cache, num_rows=encoder.num_rows, max_tiles=4)
     images = {"a": image(1, 1), "b": image(6, 2), "c": image(2, 3)}
     for key, tiles in images.items():
         cache.hold(key)
@@ -119,7 +119,7 @@ def test_batcher_and_encoder_fill_the_cache_with_what_the_encoder_gives() -> Non
         rows = cache.get(key)
         assert rows is not None
         torch.testing.assert_close(rows, encoder.encode([tiles])[0], rtol=1e-5, atol=1e-5)
-    assert cache.num_bytes == sum(len(t) for t in images.values()) * encoder.tokens_per_tile * 12 * 4
+    assert cache.num_bytes == sum(encoder.num_rows(t) for t in images.values()) * 12 * 4
 
 
 @pytest.mark.slow

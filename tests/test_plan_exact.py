@@ -25,7 +25,7 @@ from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import TileGrid, TilingRule
 from vlm.cli.main import app
 from vlm.cli.tokens import image_cost
-from vlm.families.articles import PlainFormat
+from vlm.families.vision import PlainFormat
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.labs.image_lab import costs_of_images, plan_image
 from vlm.prompt import ImagePart, Message, Rows
@@ -90,7 +90,9 @@ def blocks_of_a_run(prompt: Prompt, visual_tokens: int) -> int:
 class Letters:
     """A tokenizer of which only the text stream is needed."""
 
-    def decoder(self) -> Letters:
+    strips_first_space = False
+
+    def decoder(self, skip_special: bool | None = None) -> Letters:
         return self
 
     def push(self, token_id: int) -> str:
@@ -110,7 +112,7 @@ def test_200_random_sizes_cost_what_their_run_reports(rule: TilingRule, geometry
         (cost,) = costs_of_images([(info.width, info.height)], rule, tower, DECODER)
         tiles = preprocess(data, spec, ImageLimits())
         assert (cost.tiles, cost.rows, cost.cols) == (len(tiles.pixels), tiles.grid.rows, tiles.grid.cols)
-        (rows,) = PlainFormat(1, geometry.tokens_per_tile).pieces(tiles.grid, 0, 1)
+        (rows,) = PlainFormat(1, geometry).pieces(tiles.grid, 0, 1)
         assert isinstance(rows, Rows) and cost.visual_tokens == rows.count
         assert cost.kv_bytes == kv_bytes(DECODER, rows.count)
 
@@ -125,7 +127,7 @@ def test_the_engine_holds_the_planned_kv_bytes(rule: TilingRule, geometry: Visio
         span = ImageSpan(2, cost.visual_tokens, VisualKey("a" * 64), 0)
         prompt = Prompt((1, 2) + (3,) * cost.visual_tokens + (4, 5, 6), (span,))
         plan = plan_image(
-            DECODER, tower, MACHINE, [cost.tiles], text, block_size=BLOCK_SIZE, per_image=(cost,)
+            DECODER, tower, MACHINE, [rule.grid(*size)], text, block_size=BLOCK_SIZE, per_image=(cost,)
         )
         assert plan.prompt_tokens == prompt.num_tokens
         held = blocks_of_a_run(prompt, cost.visual_tokens)

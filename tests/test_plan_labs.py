@@ -151,7 +151,7 @@ def test_batching_never_passes_its_ceilings(context: int, kv: float) -> None:
 
 def test_lab_4_shows_its_fields_and_its_chain() -> None:
     assert MHA.tower is not None
-    plan = plan_image(MHA.decoder.lumped(), MHA.tower, H100, [13])
+    plan = plan_image(MHA.decoder.lumped(), MHA.tower, H100, [MHA.tower.geometry.squares(13)])
     text = render_image(plan, "")
     for field in ("patch tokens", "visual tokens", "prompt tokens", "TTFT", "vision share", "KV per request"):
         assert field in text
@@ -167,7 +167,7 @@ def test_lab_4_shows_its_fields_and_its_chain() -> None:
 def test_an_image_costs_by_its_tiles(tiles: list[int], pooling: int) -> None:
     assert MHA.tower is not None
     tower = with_pooling(MHA.tower, pooling)
-    plan = plan_image(MHA.decoder, tower, H100, tiles)
+    plan = plan_image(MHA.decoder, tower, H100, [tower.geometry.squares(n) for n in tiles])
     assert plan.visual_tokens == sum(tiles) * tower.geometry.tokens_per_tile
     assert plan.patch_tokens == sum(tiles) * 729
     assert plan.kv_visual_bytes == kv_bytes(MHA.decoder, plan.visual_tokens)

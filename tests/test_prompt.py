@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from encoder.geometry import VisionGeometry
 from llm.request import Prompt, RequestError, VisualKey
 from llm.text.chat_template import ChatTemplate
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
+from preprocess.types import TileGrid
 from vlm.config import DEFAULT_MODEL
-from vlm.families.articles import PlainFormat
+from vlm.families.vision import PlainFormat
 from vlm.prompt import ImagePart, Message, PromptBuilder, Rows
 from vlm.quoting import Quoting
 from vlm.spec import ModelSpec
@@ -99,9 +101,9 @@ def test_a_conversation_keeps_each_image_in_its_place(spec: ModelSpec) -> None:
     assert text.index("Read it.") < text.index("It says so.") < text.index("And this?")
 
 
-def test_plain_format_is_one_run_of_placeholders(spec: ModelSpec) -> None:
-    form = PlainFormat(row_id=3, tokens_per_tile=196)
-    assert form.pieces(spec.preprocess.rule.grid(99, 99, "low"), 0, 1) == (Rows(196, 0),)
+def test_plain_format_is_one_run_of_placeholders() -> None:
+    form = PlainFormat(3, VisionGeometry(384, 14, 2))
+    assert form.pieces(TileGrid(2, 3, True, 384, 384), 0, 1) == (Rows(7 * 196, 0),)
 
 
 def test_a_changed_copy_of_a_spec_shares_no_memo_with_the_first() -> None:

@@ -46,7 +46,7 @@ class Rig:
         self.batcher = TileBatcher(
             self._encode,
             self.cache,
-            tokens_per_tile=1,
+            num_rows=len,
             max_batch_tiles=1,
             clock=lambda: self.now,
         )
@@ -255,9 +255,7 @@ def test_a_short_answer_waits_for_one_piece_of_an_encode_and_not_for_one_with_ev
     def tick() -> None:
         rig.now += step_s
 
-    rig.batcher = TileBatcher(
-        encode, rig.cache, tokens_per_tile=1, max_step_s=budget_s, clock=lambda: rig.now
-    )
+    rig.batcher = TileBatcher(encode, rig.cache, num_rows=len, max_step_s=budget_s, clock=lambda: rig.now)
     engine = AnsweringEngine(tick)
     rig.runner = EngineRunner(rig.batcher, lambda _: engine, clock=lambda: rig.now)  # type: ignore[arg-type,return-value]
     for _ in range(13 * len(arrivals)):

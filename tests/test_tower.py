@@ -6,7 +6,7 @@ import torch
 from encoder.connector import build_connector
 from encoder.encoder_config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
 from encoder.openclip import open_clip_names, open_clip_tower
-from encoder.tower import Tower, gelu
+from encoder.tower import Tower, activate, attend
 
 
 def trunk_of(name: str, **sizes: int) -> torch.nn.Module:
@@ -68,7 +68,7 @@ def test_a_narrow_twin_equals_open_clips_trunk(name: str, sizes: dict[str, int])
     tower = tower_like(trunk)
     size = trunk.patch_embed.img_size[0]
     pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
-    assert relative(tower(pixels), trunk.forward_features(pixels)) <= 1e-5
+    assert relative(tower(pixels).flatten(1, 2), trunk.forward_features(pixels)) <= 1e-5
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_the_real_so400m_trunk_equals_open_clips() -> None:
     randomise(trunk, seed=1)
     tower = tower_like(trunk)
     pixels = torch.randn(1, 3, 384, 384, generator=torch.Generator().manual_seed(2))
-    ours, theirs = tower(pixels), trunk.forward_features(pixels)
+    ours, theirs = tower(pixels).flatten(1, 2), trunk.forward_features(pixels)
     assert ours.shape == (1, 729, 1152)
     print(f"relative difference {relative(ours, theirs):.2e}")
     assert relative(ours, theirs) <= 1e-5
@@ -115,14 +115,14 @@ def test_an_unknown_tower_is_an_error_that_lists_the_names() -> None:
 def test_fast_tanh_gelu_equals_torchs_within_rounding() -> None:
     x = torch.linspace(-12, 12, 20_001)
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
-    assert (gelu(x.clone(), "gelu_tanh").double() - expected).abs().max() < 2e-6
+    assert (activate(x.clone(), "gelu_tanh").double() - expected).abs().max() < 2e-6
     extreme = torch.tensor([-1e30, -60.0, 0.0, 60.0, 1e30])
-    assert gelu(extreme.clone(), "gelu_tanh").tolist() == [0.0, 0.0, 0.0, 60.0, pytest.approx(1e30)]
+    assert activate(extreme.clone(), "gelu_tanh").tolist() == [0.0, 0.0, 0.0, 60.0, pytest.approx(1e30)]
 
 
 def test_training_takes_the_differentiable_path() -> None:
     x = torch.randn(8, requires_grad=True)
-    gelu(x, "gelu_tanh").sum().backward()
+    activate(x, "gelu_tanh").sum().backward()
     assert x.grad is not None
 
 
@@ -139,4 +139,23 @@ def test_cost_shape_counts_the_parameters_that_exist() -> None:
     assert config.shape.patch_params == on_patches
     assert config.shape.connector_params == on_tokens
     attention = 4 * 27 * 729**2 * 1152
-    assert config.shape.flops(1) == 2 * on_patches * 729 + attention + 2 * on_tokens * 196
+    assert (
+        config.shape.flops(config.geometry.squares(1))
+        == 2 * on_patches * 729 + attention + 2 * on_tokens * 196
+    )
+
+
+@torch.inference_mode()
+def test_scores_of_a_large_image_are_never_all_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 1, 2, 100, 8, generator=torch.Generator().manual_seed(1))
+    whole, blocks = attend(q, k, v), []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(part: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        blocks.append(part.shape[2])
+        return plain(part, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr("encoder.tower.SCORE_BYTES", 2 * 100 * 4 * 30)
+    torch.testing.assert_close(attend(q, k, v), whole, rtol=1e-5, atol=1e-6)
+    assert blocks == [30, 30, 30, 10]

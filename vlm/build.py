@@ -86,7 +86,8 @@ def _tile_batcher(encoder: Encoder, options: EngineOptions, progress: Progress |
     return TileBatcher(
         encoder.encode,
         VisualCache(options.visual_cache_mb * MEBIBYTE),
-        tokens_per_tile=encoder.tokens_per_tile,
+        num_rows=encoder.num_rows,
+        work=encoder.flops,
         max_tiles=options.max_tiles_per_step,
         max_step_s=options.max_step_ms / 1e3,
         max_batch_tiles=max(1, encoder.tiles_per_forward // 8),  # short, for little more per tile
@@ -146,7 +147,6 @@ def build_runner(
     """
     from llm.constraints.constrain import Grammars
     from llm.engine import Engine
-    from llm.text.tokenizer import Tokenizer
     from llm.visuals import VisualSource
     from vlm.loading import load_backend
 
@@ -168,13 +168,18 @@ def build_runner(
         )
     backend.count_progress(progress.ticks)
     progress.tick()
-    tokenizer = Tokenizer.from_directory(source.directory)
+    tokenizer = Checkpoint.read(source.directory).tokenizer
     batcher = _tile_batcher(encoder, options, progress)
     config = scheduling or _scheduling(options)
 
     grammars = None
     if tokenizer.eos_ids:
-        grammars = Grammars(tokenizer.vocabulary(), tokenizer.eos_ids, backend.vocab_size)
+        grammars = Grammars(
+            tokenizer.vocabulary(),
+            tokenizer.eos_ids,
+            backend.vocab_size,
+            others={skip: tokenizer.vocabulary(skip_special=skip) for skip in tokenizer.other_ways},
+        )
 
     def make_engine(visuals: VisualSource) -> Engine:
         return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids, grammars=grammars)
@@ -196,12 +201,16 @@ def build_runner(
     return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
 
 
+def _spec(options: EngineOptions, variant: Variant) -> ModelSpec:
+    return ModelSpec.load(options.model, variant=variant, kv=options.kv_storage, max_pixels=options.pixel_cap)
+
+
 def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
     options = pinned(options)
-    spec = ModelSpec.load(options.model, variant=variant, kv=options.kv_storage)
+    spec = _spec(options, variant)
     return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
 
 
@@ -269,7 +278,7 @@ def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeli
 
         check_access(broker=config.broker, store=config.store)
     options = pinned(options)
-    spec = ModelSpec.load(options.model, variant=config.variant, kv=options.kv_storage)
+    spec = _spec(options, config.variant)
     return Pipeline(
         spec,
         build_preprocess(config),

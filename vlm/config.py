@@ -11,6 +11,10 @@ from llm.storage import KvOption, KvStorage, WeightOption
 from vlm.settings import Between, Checked, ConfigError, Form
 
 MEBIBYTE = 1 << 20  # what settings named *_mb count
+# Where a tower takes an image whole, at its own size, it has at most so many pixels: 1,280 cells of 28 x 28
+# on a CPU, which are 7 TFLOP in a tower of 670M parameters, and 5,350 elsewhere.
+CPU_PIXELS = 1280 * 28**2
+ACCELERATOR_PIXELS = 1 << 22
 DEFAULT_MODEL = str(Path(__file__).parent / "model")
 
 # what settings may be; ends included
@@ -52,11 +56,17 @@ class EngineOptions(Checked):
     visual_cache_mb: Mebibytes = 256  # memory for visual tokens of images seen before
     max_running: Count = 16  # sequences decoded together
     max_tiles_per_step: Count = 8  # tiles encoded between two decode steps, at most
+    max_pixels: Annotated[int, Between(0, 1 << 28)] = 0  # of an image that isn't tiled; 0: by device
     max_step_ms: Annotated[float, Between(1, 60_000)] = 500.0  # tiles or tokens of a step are fewer beyond
     stall_s: Annotated[float, Between(1, 86_400)] = 60.0  # an engine without a layer's progress is replaced
     prefix_cache: bool = True  # keep KV blocks of prompts for later prompts that begin alike
     speculation: Literal["off", "ngram"] = "off"  # guess tokens from the text so far, and verify them
     speculation_rows: Count = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge
+
+    @property
+    def pixel_cap(self) -> int:
+        """Of an image that a tower takes whole."""
+        return self.max_pixels or (CPU_PIXELS if self.device == "cpu" else ACCELERATOR_PIXELS)
 
     @property
     def kv_storage(self) -> KvStorage:

@@ -136,7 +136,7 @@ class Pipeline:
             grid=grid,
             spec=spec,
             key=self.spec.visual_key(info.sha256, spec, namespace),
-            num_tokens=self.spec.geometry.num_visual_tokens(grid.num_tiles),
+            num_tokens=self.spec.geometry.rows(grid),
         )
 
     def prepare(

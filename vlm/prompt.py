@@ -50,6 +50,9 @@ class PromptTokenizer(Protocol):
 
     def special_tokens(self) -> Sequence[str]: ...
 
+    @property
+    def markup(self) -> frozenset[str]: ...
+
     def render(
         self, messages: list[dict[str, object]], *, add_generation_prompt: bool = True, placeholder: str
     ) -> str: ...
@@ -101,7 +104,8 @@ class PromptBuilder:
         self._format = image_format
         self._max_chars = max_chars
         self._flat = flat
-        self._quoting = Quoting((*tokenizer.special_tokens(), image_format.placeholder))
+        control = set(tokenizer.special_tokens()) - tokenizer.markup
+        self._quoting = Quoting((*control, image_format.placeholder))
         self._run_ids = lru_cache(maxsize=4096)(self._encode_run)
 
     def build(self, messages: Sequence[Message]) -> Prompt:

@@ -18,8 +18,9 @@ from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
 from preprocess.types import Detail, TileGrid, Variant
 from vlm.checkpoint import Checkpoint
-from vlm.families.articles import PlainFormat
+from vlm.config import CPU_PIXELS
 from vlm.families.base import Family
+from vlm.families.vision import PlainFormat
 from vlm.hub import Files
 from vlm.model_source import OPEN_CLIP_SEED, ModelSource, naming
 from vlm.prompt import ImageFormat, PromptBuilder
@@ -51,20 +52,22 @@ class ModelSpec:
         variant: Variant = "fast",
         kv: KvStorage = "float32",
         files: Files = "all",
+        max_pixels: int = CPU_PIXELS,
     ) -> ModelSpec:
-        """Reads a checkpoint's JSON files; `files`: how much of it has to be here.
+        """Reads a checkpoint's JSON files; `files`: how much of it has to be here; `max_pixels`: of an image
+        that is taken whole, beside the checkpoint's own cap.
 
         Raises ConfigError, with the directory, where it isn't a checkpoint of a known family.
         """
         source = ModelSource.parse(model, files)
         with naming(source.directory):
-            spec = cls._read(source, variant, kv)
+            spec = cls._read(source, variant, kv, max_pixels)
         if files == "all":
             _ = spec.revision  # damaged weights are reported before there is work
         return spec
 
     @classmethod
-    def _read(cls, source: ModelSource, variant: Variant, kv: KvStorage) -> ModelSpec:
+    def _read(cls, source: ModelSource, variant: Variant, kv: KvStorage, max_pixels: int) -> ModelSpec:
         checkpoint = Checkpoint.read(source.directory)
         if source.tower:
             family = None
@@ -72,7 +75,7 @@ class ModelSpec:
             preprocess = PreprocessSpec(AspectGridTiling(encoder.tower.image_size), variant=variant)
         else:
             family, encoder = checkpoint.family, checkpoint.encoder
-            preprocess = checkpoint.preprocess(variant)
+            preprocess = checkpoint.preprocess(variant, max_pixels)
         return cls(
             name=source.name,
             source=source,
@@ -80,7 +83,7 @@ class ModelSpec:
             decoder=checkpoint.decoder,
             shape=checkpoint.shape,
             geometry=encoder.geometry,
-            tokenizer=Tokenizer.from_directory(source.directory),
+            tokenizer=checkpoint.tokenizer,
             preprocess=preprocess,
             checkpoint=checkpoint,
             kv=kv,
@@ -124,7 +127,7 @@ class ModelSpec:
     @cached_property
     def image_format(self) -> ImageFormat:
         if self.family is None:
-            return PlainFormat(OPEN_CLIP_IMAGE_ID, self.geometry.tokens_per_tile)
+            return PlainFormat(OPEN_CLIP_IMAGE_ID, self.geometry)
         return self.family.image_format(self.checkpoint.config, self.tokenizer, self.geometry)
 
     @cached_property

@@ -70,10 +70,11 @@ class Compiled:
 
 class Compiler:
     """Constraints over one vocabulary. `vocabulary[i]`: the bytes that token i adds to the text; b"" for
-    tokens never allowed."""
+    tokens never allowed. End tokens add none."""
 
     def __init__(self, vocabulary: tuple[bytes, ...], eos_ids: Iterable[int]) -> None:
         eos_ids = sorted(eos_ids)
+        vocabulary = tuple(b"" if i in eos_ids else token for i, token in enumerate(vocabulary))
         self.tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(vocabulary, eos_ids[0])), eos_token=eos_ids)
         self._space_id = vocabulary.index(b" ") if b" " in vocabulary else None
 

@@ -93,7 +93,7 @@ async def estimate(body: EstimateRequest, request: Request) -> Estimate:
         images=_costs(service, prepared),
         expected_ttft_ms=ExpectedTtft(
             cold=service.rates.expected_ttft_ms(
-                megapixels, sum(image.grid.num_tiles for image in unique), prompt.num_tokens
+                megapixels, sum(image.num_tokens for image in unique), prompt.num_tokens
             ),
             warm=service.rates.expected_ttft_ms(0, 0, after_images),
         ),

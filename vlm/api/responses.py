@@ -114,7 +114,7 @@ class ModelCard(Model):
     created: int
     owned_by: str
     context_length: int
-    tokens_per_tile: int
+    tokens_per_tile: int | None  # null where each image is one tile of its own size
 
 
 class ModelList(Model):

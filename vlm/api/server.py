@@ -137,8 +137,8 @@ class DrainingServer(uvicorn.Server):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
 
     def reload(self) -> None:
-        """Keys and certificates as their files are now, for new requests and connections. One that can't be used
-        is logged, and the old ones stay."""
+        """Keys and certificates as their files are now, for new requests and connections; if one can't be
+        used it is logged, and the old ones stay."""
         service = self._service
         try:
             keys = load_keys(service.config.keys_file, os.environ)

@@ -51,13 +51,13 @@ def gemm_fraction(encoder: Encoder, model: str, num_tiles: int, rounds: int) -> 
     tiles = random_tiles(encoder, num_tiles)
     a, b = torch.randn(2, GEMM_SIDE, GEMM_SIDE)
     encode_s, gemm_s = alternate(lambda: encoder.encode([tiles]), lambda: a @ b, rounds)
-    achieved = encoder.config.shape.flops(num_tiles) / statistics.median(encode_s)
+    achieved = encoder.flops(tiles) / statistics.median(encode_s)
     peak = 2 * GEMM_SIDE**3 / min(gemm_s)
     return result(
         achieved / peak,
         "of the best float32 matrix product",
         **circumstances(encoder, model, num_tiles),
-        gflop_per_tile=round(encoder.config.shape.flops(1) / 1e9, 3),
+        gflop_per_tile=round(encoder.flops(tiles[:1]) / 1e9, 3),
         encode_gflops=round(achieved / 1e9, 1),
         gemm_gflops=round(peak / 1e9, 1),
         seconds_per_tile=round(statistics.median(encode_s) / num_tiles, 5),
@@ -127,7 +127,7 @@ def alternate(
 
 
 def random_tiles(encoder: Encoder, count: int) -> np.ndarray:
-    size = encoder.tile_size
+    size = encoder.config.tower.image_size
     return np.random.default_rng(count).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 
 

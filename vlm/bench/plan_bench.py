@@ -82,9 +82,11 @@ def predict_ttft(
     """Seconds of preprocessing, tower and prefill for one image and its question."""
     assert model.tower is not None and model.tiling is not None
     info = probe(image, ImageLimits())
-    costs = costs_of_images([(info.width, info.height)], model.tiling, model.tower, model.decoder)
+    size = (info.width, info.height)
+    costs = costs_of_images([size], model.tiling, model.tower, model.decoder)
     text = request.prompt.num_tokens - request.prompt.num_image_tokens
-    plan = plan_image(model.decoder, model.tower, machine, [costs[0].tiles], text, precision, per_image=costs)
+    grids = [model.tiling.grid(*size)]
+    plan = plan_image(model.decoder, model.tower, machine, grids, text, precision, per_image=costs)
     return plan.ttft_s
 
 

@@ -81,8 +81,10 @@ def engine_options(
     """The default engine with no more KV cache than the running pages need: more would only keep pages that
     never come again. Two whole contexts at least, for the lines of batch files."""
     model = DEFAULT_MODEL if model == "default" else model
-    options = EngineOptions(model=model, threads=threads, weights=weights, kv=kv)
-    spec = ModelSpec.load(options.model, kv=options.kv_storage)
+    options = EngineOptions(
+        model=model, threads=threads, weights=weights, kv=kv, max_pixels=question.max_pixels
+    )
+    spec = ModelSpec.load(options.model, kv=options.kv_storage, max_pixels=options.pixel_cap)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
     num_tokens = max(
         (options.max_running + 1) * min(page_tokens, spec.context_length), 2 * spec.context_length

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vlm.cli.options import ENGINE, Json, Kv, Model, Store, Threads, Weights, setting
+from vlm.cli.options import ENGINE, Json, Kv, MaxPixels, Model, Store, Threads, Weights, setting
 from vlm.config import ServeConfig
 
 _SERVE = ServeConfig()
@@ -51,6 +51,7 @@ def caption_command(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    max_pixels: MaxPixels = ENGINE.max_pixels,
     decode_processes: Annotated[int, setting(ServeConfig, "decode_processes", "Decode processes.")] = 1,
     window: Annotated[
         int | None, typer.Option(min=1, help="Pages under way. Default: what the engine runs, and half more.")
@@ -75,6 +76,7 @@ def caption_command(
         max_tokens=max_tokens,
         order=order,
         dpi=dpi,
+        max_pixels=max_pixels,
         seed=seed,
         temperature=temperature,
     )

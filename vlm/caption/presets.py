@@ -63,12 +63,14 @@ class Question:
     preset: str = "custom"
     order: Order = "auto"
     dpi: int = 150  # of PDF pages: another resolution is another picture
+    max_pixels: int = 0  # of a page that a model takes whole; 0: the default's
 
     @property
     def digest(self) -> str:
         """32 hex digits over all that shapes an answer, the page and the model excepted."""
         params = json.dumps(asdict(self.params), sort_keys=True, ensure_ascii=False)
-        return length_prefixed_digest(self.prompt, params, self.order, str(self.dpi))
+        cap = (str(self.max_pixels),) if self.max_pixels else ()
+        return length_prefixed_digest(self.prompt, params, self.order, str(self.dpi), *cap)
 
     def messages(self, image: bytes) -> list[ChatMessage]:
         """Raises ValueError while the order is still "auto"."""
@@ -105,6 +107,7 @@ def make_question(
     max_tokens: int | None = None,
     order: Order = "auto",
     dpi: int = 150,
+    max_pixels: int = 0,
     seed: int | None = None,
     temperature: float = 0.0,
 ) -> Question:
@@ -124,7 +127,7 @@ def make_question(
         seed=seed,
         constraint=("json_schema", text) if text else None,
     )
-    return Question(prompt if prompt is not None else chosen.prompt, params, name, order, dpi)
+    return Question(prompt if prompt is not None else chosen.prompt, params, name, order, dpi, max_pixels)
 
 
 def read_schema(text: str) -> str:

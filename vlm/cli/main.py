@@ -15,6 +15,7 @@ from vlm.cli.options import (
     ENGINE,
     Json,
     Kv,
+    MaxPixels,
     Model,
     Store,
     Threads,
@@ -112,6 +113,7 @@ def ask(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    max_pixels: MaxPixels = ENGINE.max_pixels,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings and token counts.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -123,7 +125,7 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    options = engine_options(model, threads=threads, weights=weights, kv=kv)
+    options = engine_options(model, threads=threads, weights=weights, kv=kv, max_pixels=max_pixels)
     command.ask(images, question, options, params, as_json=as_json, stats=stats)
 
 
@@ -137,6 +139,7 @@ def tokens(
     ],
     model: Model = "default",
     detail: Annotated[Literal["auto", "low", "high"], typer.Option(help="As in the API.")] = "auto",
+    max_pixels: MaxPixels = ENGINE.max_pixels,
     as_json: Json = False,
 ) -> None:
     """Show what images cost: grid, visual tokens, KV bytes. Nothing is decoded, no weights are loaded.
@@ -145,7 +148,7 @@ def tokens(
     """
     from vlm.cli.tokens import show_tokens
 
-    show_tokens(images, engine_options(model).model, detail, as_json=as_json)
+    show_tokens(images, engine_options(model, max_pixels=max_pixels), detail, as_json=as_json)
 
 
 @app.command()
@@ -237,6 +240,7 @@ def serve(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    max_pixels: MaxPixels = ENGINE.max_pixels,
     allow_public: Annotated[
         bool,
         typer.Option("--allow-public/--no-allow-public", help="Listen beyond this machine without keys."),

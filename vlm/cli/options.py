@@ -49,6 +49,14 @@ Weights = Annotated[
     ),
 ]
 Kv = Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: not rounded.")]
+MaxPixels = Annotated[
+    int,
+    setting(
+        EngineOptions,
+        "max_pixels",
+        "Largest image for models that take it whole, as Qwen-VL does; larger ones are shrunk. 0: by device.",
+    ),
+]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 

@@ -12,6 +12,7 @@ from preprocess.types import Detail
 from vlm.cli.errors import BAD_INPUT, PARTIAL, CommandError
 from vlm.cli.images import check_stdin, name_of, naming, read_image
 from vlm.cli.names import one_line
+from vlm.config import EngineOptions
 from vlm.headers import read_header
 from vlm.spec import ModelSpec
 
@@ -19,7 +20,7 @@ from vlm.spec import ModelSpec
 def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
     info = read_header(data)
     grid = spec.preprocess_spec(detail).rule.grid(info.width, info.height, detail)
-    image_tokens = spec.geometry.num_visual_tokens(grid.num_tiles)
+    image_tokens = spec.geometry.rows(grid)
     return {
         "width": info.width,
         "height": info.height,
@@ -33,10 +34,10 @@ def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
     }
 
 
-def show_tokens(paths: Sequence[Path], model: str, detail: Detail, *, as_json: bool) -> None:
+def show_tokens(paths: Sequence[Path], options: EngineOptions, detail: Detail, *, as_json: bool) -> None:
     """One image that can't be read does not keep the others' costs back; the exit code tells."""
     check_stdin(paths)
-    spec = ModelSpec.load(model, files="text")
+    spec = ModelSpec.load(options.model, files="text", max_pixels=options.pixel_cap)
     rows: list[dict[str, Any]] = []
     refusals: list[CommandError] = []
     for path in paths:

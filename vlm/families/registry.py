@@ -5,10 +5,10 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from llm.decoder_config import ConfigError
-from vlm.families import gemma3, idefics3, internvl
+from vlm.families import gemma3, idefics3, internvl, lighton_ocr
 from vlm.families.base import Family, Json
 
-FAMILIES: tuple[Family, ...] = (idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY)
+FAMILIES: tuple[Family, ...] = (idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, lighton_ocr.FAMILY)
 
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

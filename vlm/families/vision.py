@@ -1,18 +1,41 @@
-"""What several families read alike: a SigLIP tower's settings and names, and pixel normalisation."""
+"""What several families read alike: towers' settings and names, pixel normalisation, plain prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from encoder.encoder_config import Activation, EncoderConfigError, Normalisation, TowerConfig
+from encoder.geometry import VisionGeometry
 from encoder.tensor_names import Source
+from preprocess.types import TileGrid
 from vlm.families.base import Json
+from vlm.prompt import Piece, Rows
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
 }
+CLIP_PIXELS: dict[str, Any] = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """Only the visual tokens, without markers of its own: the template writes those there are."""
+
+    row_id: int
+    geometry: VisionGeometry
+    placeholder: str = "<image>"
+
+    def pieces(self, grid: TileGrid, index: int, total: int) -> Sequence[Piece]:
+        return (Rows(self.geometry.rows(grid), 0),)
 
 
 def siglip_tower(vision: Json) -> TowerConfig:

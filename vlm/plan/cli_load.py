@@ -9,11 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from encoder.geometry import TowerShape
+from encoder.geometry import TYPICAL_IMAGE, Grid, TowerShape
 from llm.cost import CostError
+from preprocess.own_size import capped
 from preprocess.types import TileGrid
 from vlm.cli.images import check_stdin, naming, read_image
-from vlm.cli.options import Json
+from vlm.cli.options import Json, MaxPixels
+from vlm.config import ACCELERATOR_PIXELS, CPU_PIXELS
 from vlm.headers import read_header
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
 from vlm.plan.labs import image_lab as images
@@ -67,7 +69,7 @@ def _markers(model: PlannedModel) -> Callable[[TileGrid], int]:
     if model.directory is None or not (model.directory / "tokenizer.json").is_file():
         return lambda grid: 0
     spec = ModelSpec.load(model.directory)
-    return lambda grid: spec.image_prompt_tokens(grid) - spec.geometry.num_visual_tokens(grid.num_tiles)
+    return lambda grid: spec.image_prompt_tokens(grid) - spec.geometry.rows(grid)
 
 
 def image(
@@ -97,6 +99,7 @@ def image(
     block_size: Annotated[
         int, typer.Option(min=0, help="Positions of a KV block; 0: 1, for a checkpoint the engine's.")
     ] = 0,
+    max_pixels: MaxPixels = 0,
     exact: Exact = False,
     as_json: Json = False,
     plot: Plot = None,
@@ -119,26 +122,31 @@ def image(
     precision = stored(chosen, decoder, bits, weights, kv_storage)
     block = block_size or (BLOCK_SIZE if chosen.directory else 1)
     costs: tuple[images.ImageCost, ...] = ()
-    counts, markers = [at_least_one(tiles, "the number of tiles")] * images_per_request, 0
+    image_of: Grid = tower.geometry.squares(at_least_one(tiles, "the number of tiles"))
+    if not image_of.tile_width:  # each image has its own size
+        image_of = TYPICAL_IMAGE
+    grids, markers = [image_of] * images_per_request, 0
     if photos:
         if chosen.tiling is None:
             raise CostError(f"{chosen.name} has no tiling rule")
         sizes = _probe_sizes(photos)
+        rule = capped(chosen.tiling, max_pixels or (CPU_PIXELS if machine == "this" else ACCELERATOR_PIXELS))
         costs = images.costs_of_images(
-            sizes, chosen.tiling, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
+            sizes, rule, tower, decoder, detail, precision.kv_bytes, _markers(chosen), block
         )
-        counts = [cost.tiles for cost in costs]
+        grids = [rule.grid(*size, detail) for size in sizes]
         markers = sum(cost.prompt_tokens - cost.visual_tokens for cost in costs)
     plan = images.plan_image(
         decoder,
         tower,
         device,
-        counts,
+        grids,
         at_least_one(text_tokens, "the number of text tokens"),
         precision,
         markers,
         block,
         costs,
+        chosen.config is not None and chosen.config.whole_spans,
     )
     title = f"{chosen.title} on {device.name}: {plan.images} images, {text_tokens} text tokens"
     notes = [f"{markers} tokens of image markers"] if markers else []

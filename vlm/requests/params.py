@@ -70,6 +70,7 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
         beam_width=beam_width,
         stop=stop,
         ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=_constraint(body.response_format),
     )

@@ -120,6 +120,11 @@ class ChatRequest(Lenient):
     )
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported beyond `n`.")
     ignore_eos: bool | None = Field(None, description="Extension, for load tests.")
+    skip_special_tokens: bool | None = Field(
+        None,
+        description="Extension: leave special tokens out of the answer. Default: all but the markup that "
+        "the model answers in, such as DocTags.",
+    )
     deadline_s: float | None = Field(
         None, gt=0, le=86400, description="Extension: refuse at once what can't be answered in time."
     )

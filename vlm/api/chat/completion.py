@@ -48,14 +48,18 @@ class LogprobsWriter:
 
     def __init__(self, generation: Generation) -> None:
         self._tokenizer = generation.service.pipeline.spec.tokenizer
-        self._spaces = LeadingSpaces(generation.prepared.request.params)
+        params = generation.prepared.request.params
+        self._skip_special = params.skip_special_tokens
+        self._spaces = LeadingSpaces(params)
 
     def json(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         told = []
         for entry in entries:
             alternatives = [self._token(token_id, logprob) for token_id, logprob in entry.top]
             told.append({**self._token(entry.token_id, entry.logprob), "top_logprobs": alternatives})
-            self._spaces.take_off(self._tokenizer.token_bytes(entry.token_id))
+            self._spaces.take_off(
+                self._tokenizer.token_bytes(entry.token_id, skip_special=self._skip_special)
+            )
         return told
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

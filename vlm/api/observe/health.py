@@ -77,7 +77,7 @@ def _card(service: Service) -> ModelCard:
         created=service.started_at,
         owned_by="vlm",
         context_length=spec.context_length,
-        tokens_per_tile=spec.geometry.tokens_per_tile,
+        tokens_per_tile=spec.geometry.tokens_per_tile or None,
     )
 
 

@@ -23,7 +23,7 @@ class Average:
 class StageRates:
     def __init__(self) -> None:
         self.preprocess_ms_per_megapixel = Average()
-        self.encode_ms_per_tile = Average()
+        self.encode_ms_per_row = Average()
         self.prefill_ms_per_token = Average()
         self.queue_ms = Average()
 
@@ -37,15 +37,15 @@ class StageRates:
             unique = {image.key: image for image in prepared.images}.values()
             pixels = sum(image.info.width * image.info.height for image in unique)
             self.preprocess_ms_per_megapixel.add(timings.preprocess_ms / (pixels / 1e6))
-            self.encode_ms_per_tile.add(timings.encode_ms / sum(image.grid.num_tiles for image in unique))
+            self.encode_ms_per_row.add(timings.encode_ms / sum(image.num_tokens for image in unique))
 
-    def expected_ttft_ms(self, megapixels: float, num_tiles: int, num_tokens: int) -> float | None:
-        """None until every stage that the request passes was seen once."""
+    def expected_ttft_ms(self, megapixels: float, num_rows: int, num_tokens: int) -> float | None:
+        """`num_rows`: visual tokens to encode. None until each stage that the request passes was seen."""
         stages = [(self.prefill_ms_per_token, float(num_tokens)), (self.queue_ms, 1.0)]
-        if num_tiles:
+        if num_rows:
             stages += [
                 (self.preprocess_ms_per_megapixel, megapixels),
-                (self.encode_ms_per_tile, float(num_tiles)),
+                (self.encode_ms_per_row, float(num_rows)),
             ]
         total = 0.0
         for average, amount in stages:

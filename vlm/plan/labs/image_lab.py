@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from encoder.geometry import TowerShape, VisionGeometry
+from encoder.geometry import Grid, TowerShape, VisionGeometry
 from llm.cost import (
     Bound,
+    Chunk,
     CostError,
     DecoderShape,
     Machine,
@@ -17,6 +18,7 @@ from llm.cost import (
     kv_bytes,
     max_batch,
     prefill_time,
+    step_time,
 )
 from preprocess.types import Detail, TileGrid, TilingRule
 from vlm.plan.render import binary, count, duration, gigabytes, grid, pairs, percent
@@ -59,6 +61,9 @@ class ImagePlan:
     conversations: int  # that fit on the accelerator
     binds: Bound
     per_image: tuple[ImageCost, ...] = ()
+    span_tokens: int = 0  # of a tile that one step takes whole; 0: a prompt may be cut anywhere
+    span_step_s: float = 0.0  # longest such step beside one decode: the gap that running answers see
+    decode_step_s: float = 0.0  # the same step without it
 
 
 def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
@@ -77,13 +82,15 @@ def with_encoder(tower: TowerShape, image_size: int, patch_size: int) -> TowerSh
 
 
 def encode_time(
-    tower: TowerShape, machine: Machine, num_tiles: int, precision: Precision | None = None
+    tower: TowerShape, machine: Machine, images: Sequence[Grid], precision: Precision | None = None
 ) -> StepTime:
-    """Tower and connector over `num_tiles` in one batch."""
+    """Tower and connector over the images' tiles in one batch."""
     precision = precision or Precision()
     rate = machine.flops(precision.compute_bits) * machine.tower_efficiency
     return StepTime(
-        compute_s=tower.flops(num_tiles) / rate + tower.elements(num_tiles) * machine.tower_element_s,
+        compute_s=sum(
+            tower.flops(image) / rate + tower.elements(image) * machine.tower_element_s for image in images
+        ),
         bandwidth_s=machine.stream_seconds(tower.weight_bytes(precision.weight_bytes)),
         overhead_s=machine.tower_call_s + machine.tower_overhead_s * tower.num_layers,
     )
@@ -106,7 +113,7 @@ def costs_of_images(
     costs = []
     for width, height in sizes:
         tiles = rule.grid(width, height, detail)
-        visual = tower.geometry.num_visual_tokens(tiles.num_tiles)
+        visual = tower.geometry.rows(tiles)
         prompt = visual + markers(tiles)
         costs.append(
             ImageCost(
@@ -115,7 +122,7 @@ def costs_of_images(
                 rows=tiles.rows,
                 cols=tiles.cols,
                 tiles=tiles.num_tiles,
-                patch_tokens=tower.geometry.num_patches(tiles.num_tiles),
+                patch_tokens=tower.geometry.num_patches(tiles),
                 visual_tokens=visual,
                 prompt_tokens=prompt,
                 kv_bytes=kv_bytes(decoder, prompt, kv_element_bytes, block_size),
@@ -128,25 +135,27 @@ def plan_image(
     decoder: DecoderShape,
     tower: TowerShape,
     machine: Machine,
-    tiles: Sequence[int],
+    images: Sequence[Grid],
     text_tokens: int = 30,
     precision: Precision | None = None,
     marker_tokens: int = 0,
     block_size: int = 1,
     per_image: tuple[ImageCost, ...] = (),
+    whole_spans: bool = False,
 ) -> ImagePlan:
-    """A request with one image per entry of `tiles`. The three stages are counted one after another.
+    """A request with these images. The three stages are counted one after another.
 
     `marker_tokens`: what the prompt's form adds around tiles. Text alone takes at least the weights' read.
+    `whole_spans`: the decoder takes a tile's visual tokens in one step, as they see each other.
     """
     precision = precision or Precision()
-    num_tiles = sum(tiles)
-    visual = tower.geometry.num_visual_tokens(num_tiles)
+    num_tiles = sum(image.num_tiles for image in images)
+    visual = sum(tower.geometry.rows(image) for image in images)
     text = text_tokens + marker_tokens
     prompt = visual + text
     megapixels = sum(cost.width * cost.height for cost in per_image) / 1e6
     preprocess_s = num_tiles * machine.preprocess_s_per_tile + megapixels * machine.preprocess_s_per_megapixel
-    encode = encode_time(tower, machine, num_tiles, precision)
+    encode = encode_time(tower, machine, images, precision)
     prefill = prefill_time(decoder, machine, prompt, 0, precision)
     encode_s = encode.seconds if num_tiles else 0.0
     ttft = preprocess_s + encode_s + prefill.seconds
@@ -156,10 +165,13 @@ def plan_image(
     largest: Bound = "compute" if preprocess_s > max(encode_s, prefill.seconds) else prefill.binds
     if encode_s > max(preprocess_s, prefill.seconds):
         largest = encode.binds
+    span = max(tower.geometry.rows(image) // image.num_tiles for image in images) if whole_spans else 0
+    decode = Chunk(1, prompt)
+    beside = [Chunk(span, prompt - span, 0), decode] if span else []
     return ImagePlan(
-        images=len(tiles),
+        images=len(images),
         tiles=num_tiles,
-        patch_tokens=tower.geometry.num_patches(num_tiles),
+        patch_tokens=sum(tower.geometry.num_patches(image) for image in images),
         visual_tokens=visual,
         text_tokens=text_tokens,
         prompt_tokens=prompt,
@@ -177,12 +189,27 @@ def plan_image(
         conversations=fits,
         binds="capacity" if not fits else largest,
         per_image=per_image,
+        span_tokens=span,
+        span_step_s=step_time(decoder, machine, beside, precision).seconds if span else 0.0,
+        decode_step_s=step_time(decoder, machine, [decode], precision).seconds,
     )
 
 
 def padding_waste(tiles: Sequence[int]) -> float:
     """Share of the tower's work that is padding if every image of a batch is padded to the largest."""
     return 1.0 - sum(tiles) / (max(tiles) * len(tiles))
+
+
+def _span_rows(plan: ImagePlan) -> list[tuple[str, str]]:
+    if not plan.span_tokens:
+        return []
+    stretch = plan.span_step_s / plan.decode_step_s
+    return [
+        (
+            "longest gap of others",
+            f"{duration(plan.span_step_s)}, {stretch:.3g} decodes: {plan.span_tokens} tokens in one step",
+        )
+    ]
 
 
 def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
@@ -196,6 +223,7 @@ def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
         ("  prefill", duration(plan.prefill_s)),
         ("vision share of TTFT", percent(plan.vision_share)),
         ("TTFT, next question", duration(plan.warm_ttft_s)),
+        *_span_rows(plan),
         ("KV per request", f"{gigabytes(plan.kv_per_request_bytes)} ({binary(plan.kv_per_request_bytes)})"),
         ("concurrent conversations", count(plan.conversations)),
         (

@@ -112,22 +112,22 @@ class TowerProbe:
     shape: TowerShape
     now: Callable[[], float]
     grids: tuple[TileGrid, ...]
-    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by number of tiles
+    seconds: dict[TileGrid, list[float]] = field(default_factory=lambda: defaultdict(list))
     _asked: int = 0
 
     def round(self) -> None:
         for grid in self.grids:
-            self.seconds[grid.num_tiles].append(self._ask(grid))
+            self.seconds[grid].append(self._ask(grid))
 
-    def prompt_tokens(self, num_tiles: int) -> int:
-        return self.spec.geometry.num_visual_tokens(num_tiles) + 4
+    def prompt_tokens(self, grid: TileGrid) -> int:
+        return self.spec.geometry.rows(grid) + 4
 
     def _ask(self, grid: TileGrid) -> float:
         self._asked += 1
         side = self.spec.geometry.image_size
         tiles = np.full((grid.num_tiles, side, side, 3), 127, np.uint8)
         key = VisualKey(f"{self._asked:064x}")
-        length = self.prompt_tokens(grid.num_tiles)
+        length = self.prompt_tokens(grid)
         prompt = Prompt((1,) * length, (ImageSpan(2, length - 4, key, 0),))
         sent = to_bytes(Tiles(tiles, grid))
         disturb_caches()
@@ -149,7 +149,7 @@ def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
     spec = ModelSpec.load(directory)
     side = spec.geometry.image_size
     grids = [TileGrid(0, 0, True, side, side)]
-    if shape.flops(1) < SMALL_TOWER:  # what a call costs shows where a tile costs little
+    if shape.flops(grids[0]) < SMALL_TOWER:  # what a call costs shows where a tile costs little
         grids.append(TileGrid(2, 2, True, side, side))
     return TowerProbe(build_runner(options), spec, shape, clock(device), tuple(grids))
 
@@ -255,9 +255,9 @@ def fit_tower(
     """
     rows, seconds = [], []
     for probe in probes:
-        for count, taken in probe.seconds.items():
-            rows.append([1, probe.shape.num_layers, probe.shape.flops(count), probe.shape.elements(count)])
+        for grid, taken in probe.seconds.items():
+            rows.append([1, probe.shape.num_layers, probe.shape.flops(grid), probe.shape.elements(grid)])
             total = statistics.median(taken)
-            seconds.append(max(total - prefill_s(probe.prompt_tokens(count)), 0.05 * total))
+            seconds.append(max(total - prefill_s(probe.prompt_tokens(grid)), 0.05 * total))
     call_s, layer_s, flop_s, element_s = non_negative_fit(rows, seconds)
     return call_s, layer_s, min(peak, 1.0 / flop_s) if flop_s else peak, element_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from encoder.geometry import TowerShape
+from encoder.geometry import TYPICAL_IMAGE, TowerShape
 from llm.cost import (
     Bound,
     CostError,
@@ -66,14 +66,17 @@ def plan_fleet(
     """Sizes every stage. Raises CostError if the limits can't be met by any number of machines."""
     precision = precision or Precision()
     image_rate = load.requests_per_s / load.questions_per_image
-    tiles = math.ceil(load.tiles_per_image)
+    image = tower.geometry.squares(math.ceil(load.tiles_per_image))
+    if not image.tile_width:  # each image has its own size
+        image = TYPICAL_IMAGE
     share = load.slo_ttft_s / 10  # what queueing may add in front of each stage
-    preprocess = size_stage(image_rate, tiles * machine.preprocess_s_per_tile, share, load.max_utilisation)
-    encoding = encode_time(tower, machine, tiles, precision)
+    cutting_s = image.num_tiles * machine.preprocess_s_per_tile
+    preprocess = size_stage(image_rate, cutting_s, share, load.max_utilisation)
+    encoding = encode_time(tower, machine, [image], precision)
     encode = size_stage(
         image_rate, encoding.seconds, share, load.max_utilisation, spread=0.5, binds=encoding.binds
     )
-    visual = tower.geometry.num_visual_tokens(tiles)
+    visual = tower.geometry.rows(image)
     context = visual + load.text_tokens + load.output_tokens // 2
     most = decode_batch_within(shape, machine, context, load.slo_tpot_s, precision)
     if not most:
@@ -93,7 +96,7 @@ def plan_fleet(
             load.requests_per_s, end_to_end_seconds(ideal.ttft_mean_s, tpot, load.output_tokens)
         ),
         upload_bytes_per_s=image_rate * load.image_bytes,
-        visual_bytes_per_s=image_rate * tower.output_bytes(tiles),
+        visual_bytes_per_s=image_rate * tower.output_bytes(image),
         resident_images=resident,
         resident_images_capacity=sizing.images_held(ideal.batch),
         max_batch=most,
