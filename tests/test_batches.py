@@ -135,7 +135,7 @@ def test_one_bad_row_is_its_own_error_and_the_rest_goes_on(client: openai.OpenAI
     bad = {
         "image": line("image", b"no image", "What?"),
         "model": line("model", body=ask("Hi", model="other")),
-        "tools": line("tools", body=ask("Hi", tools=[{"type": "function"}])),
+        "functions": line("functions", body=ask("Hi", functions=[{"name": "f"}])),
         "stream": line("stream", body=ask("Hi", stream=True)),
         "shape": line("shape", body={"messages": "no list"}),
     }
@@ -148,7 +148,7 @@ def test_one_bad_row_is_its_own_error_and_the_rest_goes_on(client: openai.OpenAI
     assert {custom_id: row["error"]["code"] for custom_id, row in failed.items()} == {
         "image": "unsupported_image_format",
         "model": "model_not_found",
-        "tools": "unsupported_parameter",
+        "functions": "unsupported_parameter",
         "stream": "unsupported_parameter",
         "shape": "invalid_value",
     }
