@@ -25,7 +25,8 @@ from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from vlm.api.batches.batch_check import validate
 from vlm.api.batches.batch_rows import count_lines
 from vlm.api.batches.batch_runner import WINDOW
-from vlm.api.guard.auth import ApiKey, KeyRing
+from vlm.api.guard.auth import KeyRing
+from vlm.api.guard.keys import ApiKey
 from vlm.config import ServeConfig
 from workers.cluster.node.preprocess_celery import CeleryPreprocess
 

@@ -23,6 +23,7 @@ from preprocess.limits import BYTES_PER_PIXEL
 from vlm.api.chat.convert import image_params, prepare
 from vlm.api.guard.admission import Ticket
 from vlm.api.guard.auth import Caller
+from vlm.api.observe.logs import note
 from vlm.api.service import Service
 from vlm.pipeline import ImageFailed, PreparedRequest
 from vlm.prompt import Rendering
@@ -37,6 +38,7 @@ from vlm.tools.grammar import answer_term, grammar
 @dataclass(eq=False)
 class Generation:
     service: Service
+    caller: Caller
     prepared: PreparedRequest
     ticket: Ticket
     deadline_s: float  # from the request's arrival
@@ -109,10 +111,19 @@ class Generation:
             return
         self.usage, self.timings = event.usage, event.timings
         self.service.metrics.answered(event.usage, event.timings)
+        self._account(event.usage)
         self.service.metrics.e2e.observe(elapsed_s)
         self.service.traces.request(self.id, self.headers, event.usage, event.timings)
         if event.timings:
             self.service.rates.learn(self.prepared, event.usage, event.timings)
+
+    def _account(self, usage: Usage) -> None:
+        name, limits = self.caller.name, self.service.limits(self.caller)
+        self.service.quotas.spend_tokens(
+            name, limits["tokens"], usage.prompt_tokens + usage.completion_tokens
+        )
+        self.service.metrics.spent(name, usage)
+        note(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
 
     def close(self) -> None:
         """Gives the place back. May be called more than once."""
@@ -131,6 +142,7 @@ async def admit(
         params = _with_calls(service, params, use)
     ready = service.pipeline.engine.ready
     service.admission.check_open(ready)
+    service.quotas.check_tokens(caller.name, service.limits(caller)["tokens"])
     prepared = await prepare(
         service,
         caller,
@@ -149,7 +161,7 @@ async def admit(
         decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
     )
     places = image_params(body.messages)
-    return Generation(service, prepared, ticket, deadline_s, headers or {}, places, use)
+    return Generation(service, caller, prepared, ticket, deadline_s, headers or {}, places, use)
 
 
 def rendering(body: ChatRequest) -> Rendering:
