@@ -196,7 +196,7 @@ class Engine:
             raise RequestError("unsupported", "Constrained decoding is not available.", "response_format")
         if params.beam_width > 1:
             raise RequestError("unsupported", "Beam search takes no constraint.", "response_format")
-        return self._grammars.compile(*params.constraint)
+        return self._grammars.compile(*params.constraint, params.skip_special_tokens)
 
     def _start_compiled(self, events: list[Event]) -> None:
         """Gives groups whose constraint is compiled their matchers; a refusal ends that request only."""

@@ -80,6 +80,7 @@ class SamplingParams:
     constraint: tuple[str, str] | None = (
         None  # (kind, text): ("json_schema" | "regex" | "grammar" | "json_object", ...)
     )
+    skip_special_tokens: bool | None = None  # of the text; None: all but the markup that the model writes
     # A chat's answer: models learn to begin one with a space, which belongs to neither text nor constraint.
     drop_leading_space: bool = False
 

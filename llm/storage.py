@@ -21,6 +21,12 @@ def head_storage(storage: WeightOption) -> WeightOption:
     return "int8" if storage == "int4" else storage
 
 
+def embedding_storage(storage: WeightOption, lossless: WeightOption) -> WeightOption:
+    """A table of token embeddings, which a step reads by the row, has 16 bits beside quantised weights, the
+    head that is tied to it included; else it is kept as loses nothing."""
+    return "bfloat16" if storage in ("int8", "int4") else lossless
+
+
 def storage_of(dtype: str, weights: str, kv: str, native: bool) -> tuple[WeightOption, KvStorage]:
     """What weights and KV are kept as. Raises ValueError for what the backend can't keep."""
     if weights not in WEIGHT_OPTIONS:

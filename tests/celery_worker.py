@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cluster_processes import ROOT, shifted_clock
+
 from workers.cluster.celery_app import make_app
 from workers.contract.stages import DecodeLimits
 
-ROOT = Path(__file__).parent.parent
-
 
 class WorkerProcess:
-    def __init__(self, url: str, concurrency: int = 1, limits: DecodeLimits | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        concurrency: int = 1,
+        limits: DecodeLimits | None = None,
+        clock_shift_s: float = 0.0,
+    ) -> None:
         limits = limits or DecodeLimits()
         code = (
             "from workers.cluster.worker.preprocess_worker import run\n"
@@ -32,6 +38,7 @@ class WorkerProcess:
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=shifted_clock(clock_shift_s),
         )
 
     @property
@@ -66,9 +73,12 @@ class WorkerProcess:
 
 @contextmanager
 def celery_worker(
-    url: str, concurrency: int = 1, limits: DecodeLimits | None = None
+    url: str,
+    concurrency: int = 1,
+    limits: DecodeLimits | None = None,
+    clock_shift_s: float = 0.0,
 ) -> Iterator[WorkerProcess]:
-    worker = WorkerProcess(url, concurrency, limits)
+    worker = WorkerProcess(url, concurrency, limits, clock_shift_s)
     try:
         worker.wait_ready()
         yield worker

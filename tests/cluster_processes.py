@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class ClusterWorker:
     """`vlm worker KIND`, alive once it is in the registry."""
 
-    def __init__(self, kind: str, url: str, *options: str) -> None:
+    def __init__(self, kind: str, url: str, *options: str, clock_shift_s: float = 0.0) -> None:
         self._kind = {"generate": REPLICA, "encode": ENCODER}[kind]
         self._url = url
         client = connect(url)
@@ -34,7 +34,7 @@ class ClusterWorker:
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=None if os.environ.get("VLM_TEST_STDERR") else subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            env={**shifted_clock(clock_shift_s), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         )
 
     @property
@@ -67,9 +67,17 @@ class ClusterWorker:
         return self._process.wait(60)
 
 
+def shifted_clock(shift_s: float) -> dict[str, str]:
+    """The environment of a process whose wall clock is so many seconds ahead."""
+    if not shift_s:
+        return dict(os.environ)
+    path = os.pathsep.join(filter(None, (str(ROOT / "tests/shifted_clock"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "VLM_TEST_CLOCK_SHIFT_S": str(shift_s)}
+
+
 @contextlib.contextmanager
-def cluster_worker(kind: str, url: str, *options: str) -> Iterator[ClusterWorker]:
-    worker = ClusterWorker(kind, url, *options)
+def cluster_worker(kind: str, url: str, *options: str, clock_shift_s: float = 0.0) -> Iterator[ClusterWorker]:
+    worker = ClusterWorker(kind, url, *options, clock_shift_s=clock_shift_s)
     try:
         worker.wait_ready()
         yield worker

@@ -221,7 +221,7 @@ class ByteTokens:
     def __init__(self, table: tuple[bytes, ...] | None = None) -> None:
         self.table = table or tuple(chr(97 + i).encode() for i in range(VOCAB))
 
-    def decoder(self) -> _BytesDecoder:
+    def decoder(self, skip_special: bool | None = None) -> _BytesDecoder:
         return _BytesDecoder(self.table)
 
     def text(self, token_ids: tuple[int, ...] | list[int]) -> str:

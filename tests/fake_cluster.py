@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -24,21 +25,18 @@ from workers.local.engine_runner import EngineRunner
 
 
 class FakeReplica:
-    """Takes its messages from `FakeNode` in place of a Celery worker; its engine stops between two steps."""
+    """Takes its messages from `FakeNode` in place of a Celery worker.
+
+    `steps_at_once`: of its engine, ten times a second; 0 for as many as it can.
+    """
 
     def __init__(self, name: str, url: str) -> None:
         self.taken: list[str] = []
         self.alter: Callable[[dict[str, Any]], object] = lambda message: None
-        self._may_step = threading.Event()
-        self._may_step.set()
-        self.replica = Replica(name, url, lambda progress: self._held(fake_runner()), lambda: None)
+        self.steps_at_once = 0
+        self._steps = 0
+        self.replica = Replica(name, url, lambda progress: self._paced(fake_runner()), lambda: None)
         self.replica.start()
-
-    def hold(self) -> None:
-        self._may_step.clear()
-
-    def go_on(self) -> None:
-        self._may_step.set()
 
     def deliver(self, text: str) -> threading.Thread:
         self.taken.append(text)
@@ -49,13 +47,16 @@ class FakeReplica:
         thread.start()
         return thread
 
-    def _held(self, runner: EngineRunner) -> EngineRunner:
+    def _paced(self, runner: EngineRunner) -> EngineRunner:
         step = runner.step
 
-        def when_allowed() -> list[Event]:
-            return step() if self._may_step.wait(0.01) else []
+        def paced() -> list[Event]:
+            self._steps += 1
+            if self.steps_at_once and self._steps % self.steps_at_once == 0:
+                time.sleep(0.1)
+            return step()
 
-        runner.step = when_allowed  # type: ignore[method-assign]
+        runner.step = paced  # type: ignore[method-assign]
         return runner
 
 

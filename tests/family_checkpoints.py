@@ -161,6 +161,87 @@ def reference(directory: Path) -> Any:
     ).eval()
 
 
+# Idefics3
+
+ROLES = (
+    "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
+DOCTAGS = (
+    *("<doctag>", "</doctag>", "<text>", "</text>", "<otsl>", "</otsl>", "<fcel>", "<nl>", "<key_"),
+    *(f"<loc_{i}>" for i in range(20)),
+)
+
+
+def idefics3_case(
+    name: str, kind: str, text: Mapping[str, Any], template: str, specials: tuple[str, ...], **more: Any
+) -> FamilyCase:
+    """Markers of tiles beyond the second row and column are plain text, as for large pages on hubs."""
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": kind.lower(),
+            "text_config": {**TEXT, "vocab_size": vocab_size, "pad_token_id": 0, **text},
+            "vision_config": {
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "intermediate_size": 80,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+            "scale_factor": 2,
+            "image_token_id": ids["<image>"],
+            "pad_token_id": 0,
+            "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+        }
+
+    tiles = {"longest_edge": 32}
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=(
+            *("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
+            *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
+            *specials,
+        ),
+        named={
+            "fake_image_token": "<fake_token_around_image>",
+            "image_token": "<image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        processor={
+            "processor_class": f"{kind}Processor",
+            "image_seq_len": 4,
+            "image_processor": {
+                "image_processor_type": f"{kind}ImageProcessor",
+                "do_image_splitting": True,
+                "max_image_size": tiles,
+                "size": {"longest_edge": 128},
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 1,
+            },
+            **more,
+        },
+        template=template,
+    )
+
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 16}
+DOCLING = idefics3_case(
+    "idefics3_docling",
+    "Idefics3",
+    LLAMA | {"tie_word_embeddings": True},
+    ROLES,
+    ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", *DOCTAGS),
+)
+
+
 # InternVL
 
 
@@ -434,8 +515,26 @@ def qwen_case(
 
 
 CASES: tuple[FamilyCase, ...] = (
+<<<<<<< HEAD
     qwen_case("qwen2_vl", "qwen2_vl", QWEN2_VISION, QWEN_TEXT, tied=True),
     qwen_case("qwen2_5_vl_untied", "qwen2_5_vl", QWEN2_5_VISION, QWEN_TEXT, tied=False),
+=======
+    DOCLING,
+    idefics3_case(
+        "smolvlm_untied",
+        "SmolVLM",
+        LLAMA | {"num_key_value_heads": 1},
+        CHATML.replace("IMAGE", "<image>"),
+        ("<video>",),
+        video_processor={
+            "video_processor_type": "SmolVLMVideoProcessor",
+            "max_image_size": {"longest_edge": 32},
+            "size": {"longest_edge": 32},
+            "num_frames": 8,
+            "fps": 1,
+        },
+    ),
+>>>>>>> main
     lighton_ocr_case("lighton_ocr", 14),
     lighton_ocr_case("lighton_ocr_odd_patches", 7, rms_norm_eps=1e-3),
     gemma3_case("gemma3_wide_window"),

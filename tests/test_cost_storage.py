@@ -56,6 +56,16 @@ def test_a_budget_holds_its_blocks_and_not_one_more(name: str, backend: Any, tmp
         assert engine.kv_bytes == engine.num_blocks * one <= 100_000 < engine.kv_bytes + one, cache
 
 
+@pytest.mark.parametrize("name", [*CONFIGS])
+def test_a_sequences_bytes_are_those_of_its_blocks_also_where_layers_have_a_window(
+    name: str, tmp_path: Path
+) -> None:
+    path, _ = random_decoder(tmp_path, name)
+    checkpoint = Checkpoint.read(path)
+    engine: Any = load_backend(path, num_blocks=16, backend="torch")
+    assert kv_bytes(checkpoint.shape, 250, 4, engine.block_size) == engine.kv_bytes
+
+
 @needs_native
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -27,7 +27,7 @@ from test_end_to_end import png  # isort: skip
 
 BACKENDS = ("torch", *(("native",) if why_unavailable() is None else ()))
 BOUND = {"torch": 1e-4, "native": 2e-4}
-QUESTIONS = ("What is the total?", "  odd   spaces\n", "\n\nlines\n", "é漢字 £5", "")
+QUESTIONS = ("What is the total?", "  odd   spaces\n", "\n\nlines\n", "é漢字 £5", "", "at <loc_3><loc_4>:")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from family_checkpoints import CASES, make_checkpoint
+from gemma3_sizes import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_end_to_end import png
@@ -104,16 +105,7 @@ def test_a_system_text_is_merged_and_the_assistant_is_the_model(loaded: Loaded) 
 
 def test_published_sizes() -> None:
     """Google's 4B: 256 tokens an image, head_dim 256, a full layer in six, tied head."""
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    vision = {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "image_size": 896,
-        "patch_size": 14,
-    }
-    config = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    config = config_of("4b")
     checkpoint = Checkpoint(Path(), config)
     encoder, decoder = gemma3.encoder(config, {}), checkpoint.decoder
     assert encoder.geometry.tokens_per_tile == 256 and encoder.tower.num_patches == 4096

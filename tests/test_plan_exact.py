@@ -92,7 +92,7 @@ class Letters:
 
     strips_first_space = False
 
-    def decoder(self) -> Letters:
+    def decoder(self, skip_special: bool | None = None) -> Letters:
         return self
 
     def push(self, token_id: int) -> str:

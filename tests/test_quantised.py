@@ -121,7 +121,24 @@ def multiplied_out(weights: DecoderWeights, storage: str) -> DecoderWeights:
         replace(w, qkv=body(w.qkv), out=body(w.out), gate_up=body(w.gate_up), down=body(w.down))
         for w in weights.layers
     )
-    return replace(weights, layers=layers, lm_head=dequantise_int8(*quantise_int8(weights.lm_head)))
+    head = dequantise_int8(*quantise_int8(weights.lm_head))
+    embedding = weights.embedding.to(torch.bfloat16).to(torch.float32)
+    return replace(weights, embedding=embedding, layers=layers, lm_head=head)
+
+
+@needs_native
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gemma3_two_ropes_four_norms", "llama_gqa2"])
+def test_token_embeddings_keep_sixteen_bits_beside_a_quantised_head_also_one_that_is_tied_to_them(
+    name: str, storage: Any, tmp_path: Path
+) -> None:
+    path, _ = random_decoder(tmp_path, name)
+    table = load_weights(path).embedding
+    kept = load_backend(path, num_blocks=8, backend="native", weights=storage)
+    assert torch.equal(torch.from_numpy(kept.embedding()), table.to(torch.bfloat16).float())  # type: ignore[attr-defined]
+    assert kept._embedding.nbytes == 2 * table.numel()  # type: ignore[attr-defined]
+    exact = load_backend(path, num_blocks=8, backend="native", weights="float32")
+    assert torch.equal(torch.from_numpy(exact.embedding()), table)  # type: ignore[attr-defined]
 
 
 @needs_native

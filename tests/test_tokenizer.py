@@ -64,6 +64,8 @@ def test_vocabulary_bytes_spell_what_tokens_decode_to() -> None:
     assert len(vocabulary) == OURS.vocab_size == len(THEIRS)
     for i, data in enumerate(vocabulary):
         assert data.decode(errors="replace") == OURS.decode([i])
+    for i, data in enumerate(OURS.vocabulary(skip_special=False)):
+        assert data.decode(errors="replace") == OURS.decode([i], skip_special=False)
     assert OURS.token_bytes(OURS.vocab_size + 5) == b""
 
 

@@ -61,6 +61,24 @@ def test_no_chunk_ends_inside_a_span_and_a_step_is_bounded(
             assert not any(s.start < end < s.start + s.length for s in prompt.spans)
 
 
+@quick
+@given(st.lists(parts, min_size=2, max_size=5), st.sampled_from([2, 4, 9]))
+def test_prompts_of_a_step_exceed_its_budget_by_no_more_than_one_span_would(
+    chosen: list[list[list[int] | tuple[str, int]]], budget: int
+) -> None:
+    """The rest of a prompt and then another one's span: the span waits for the next step."""
+    harness = Harness(num_blocks=400, max_step_tokens=budget, whole_spans=True)
+    prompts = [as_prompt(one) for one in chosen]
+    for index, prompt in enumerate(prompts):
+        harness.submit(request_of(f"r{index}", prompt, max_tokens=1))
+    harness.run()
+    longest = max((span.length for prompt in prompts for span in prompt.spans), default=0)
+    for plan in harness.backend.plans:
+        chunks = [item for item in plan.items if (len(item.token_ids), item.num_logits) != (1, 1)]
+        assert sum(len(item.token_ids) for item in chunks) <= max(budget, longest)
+    harness.assert_clean()
+
+
 def test_a_hit_that_ends_inside_a_span_computes_the_rest_of_it_in_one_chunk() -> None:
     """Blocks of 4 and a span of 11: the second request finds the first blocks of the span in the cache, and
     the places of the span in its chunk count from the prompt's start, not from the first uncached one."""

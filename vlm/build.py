@@ -147,7 +147,6 @@ def build_runner(
     """
     from llm.constraints.constrain import Grammars
     from llm.engine import Engine
-    from llm.text.tokenizer import Tokenizer
     from llm.visuals import VisualSource
     from vlm.loading import load_backend
 
@@ -169,13 +168,18 @@ def build_runner(
         )
     backend.count_progress(progress.ticks)
     progress.tick()
-    tokenizer = Tokenizer.from_directory(source.directory)
+    tokenizer = Checkpoint.read(source.directory).tokenizer
     batcher = _tile_batcher(encoder, options, progress)
     config = scheduling or _scheduling(options)
 
     grammars = None
     if tokenizer.eos_ids:
-        grammars = Grammars(tokenizer.vocabulary(), tokenizer.eos_ids, backend.vocab_size)
+        grammars = Grammars(
+            tokenizer.vocabulary(),
+            tokenizer.eos_ids,
+            backend.vocab_size,
+            others={skip: tokenizer.vocabulary(skip_special=skip) for skip in tokenizer.other_ways},
+        )
 
     def make_engine(visuals: VisualSource) -> Engine:
         return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids, grammars=grammars)

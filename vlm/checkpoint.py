@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from encoder.revision import encoder_revision
 from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
+from llm.text.tokenizer import Tokenizer
 from preprocess.own_size import capped
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
@@ -64,11 +66,26 @@ class Checkpoint:
 
     @cached_property
     def shape(self) -> DecoderShape:
-        """What the decoder's bytes and FLOPs follow from; of any config, known or not. Raises CostError."""
+        """What the decoder's bytes and FLOPs follow from; of any config, known or not. Raises CostError.
+
+        Of a decoder that this engine runs, as it holds the KV cache.
+        """
+        family = find_family(self.config)
+        told: dict[str, Any] = (
+            {} if family is None else {"tied_default": family.tied_default, "text_type": family.text_type}
+        )
+        shape = DecoderShape.from_config(self.config, **told)
+        with suppress(ConfigError):
+            shape = replace(shape, keeps_all=any(self.decoder.windows))
+        return shape
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """With the markup that its family's answers hold."""
         family = find_family(self.config)
         if family is None:
-            return DecoderShape.from_config(self.config)
-        return DecoderShape.from_config(self.config, family.tied_default, family.text_type)
+            return Tokenizer.from_directory(self.directory)
+        return Tokenizer.from_directory(self.directory, family.markup)
 
     @property
     def text_names(self) -> TextNames:

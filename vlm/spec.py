@@ -83,7 +83,7 @@ class ModelSpec:
             decoder=checkpoint.decoder,
             shape=checkpoint.shape,
             geometry=encoder.geometry,
-            tokenizer=Tokenizer.from_directory(source.directory),
+            tokenizer=checkpoint.tokenizer,
             preprocess=preprocess,
             checkpoint=checkpoint,
             kv=kv,

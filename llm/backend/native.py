@@ -30,7 +30,7 @@ from llm.backend.native_layout import (
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.cost.storage import padded
 from llm.decoder_config import DecoderConfig
-from llm.storage import KvStorage, WeightOption
+from llm.storage import KvStorage, WeightOption, embedding_storage
 
 PAGE = 16  # positions; a block is one page or several
 
@@ -47,8 +47,9 @@ class NativeBackend:
 
     Weight storage `auto` keeps bfloat16 wherever that loses nothing (a bfloat16 checkpoint) and float32
     elsewhere, so results don't depend on it; int8 and int4 weights and int8 KV are rounded as
-    llm.backend.quantise says, the head of an int4 model to int8. One thread; `execute` releases the
-    GIL for the whole step, and it and the swaps must be called from one thread at a time.
+    llm.backend.quantise says, the head of an int4 model to int8 and the token embeddings beside either to
+    bfloat16. One thread; `execute` releases the GIL for the whole step, and it and the swaps must be called
+    from one thread at a time.
 
     Raises NativeUnavailable where the CPU is below x86-64-v2 or the library neither ships nor compiles,
     ValueError for a block size that is not a multiple of 16.
@@ -80,7 +81,7 @@ class NativeBackend:
         self._library.work_floats.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._packer = Packer(weight_storage)
         self._model = self._describe(weights, kv_storage)
-        self._embedding = _embedding_table(weights.embedding)
+        self._embedding = _embedding_table(weights.embedding, weight_storage)
         self._pool = self._make_pool(kv_storage)
         self._model.pool = self._pool.ctypes.data
         self._work = aligned(0, np.float32)
@@ -222,9 +223,9 @@ def _rotations(config: DecoderConfig, num_positions: int) -> np.ndarray:
     return torch.stack([torch.stack([pair[i][:, 0, half:] for pair in tables]) for i in range(2)]).numpy()
 
 
-def _embedding_table(embedding: Tensor) -> np.ndarray:
-    """float32, or bfloat16 seen as uint16 where that loses nothing."""
-    if lossless_storage(embedding) == "bfloat16":
+def _embedding_table(embedding: Tensor, storage: WeightOption) -> np.ndarray:
+    """float32, or bfloat16 seen as uint16: see `embedding_storage`."""
+    if embedding_storage(storage, lossless_storage(embedding)) == "bfloat16":
         return embedding.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return embedding.to(torch.float32).numpy()
 

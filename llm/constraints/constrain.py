@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -132,33 +132,37 @@ class Grammars:
         eos_ids: frozenset[int],
         vocab_size: int,
         limits: GrammarLimits | None = None,
+        others: Mapping[bool | None, tuple[bytes, ...]] | None = None,
     ) -> None:
-        """`vocab_size`: columns of the logits. Raises ValueError without an end token."""
+        """`vocab_size`: columns of the logits. `others`: the vocabulary for requests that say whether special
+        tokens are skipped, where it differs. Raises ValueError without an end token."""
         if not eos_ids:
             raise ValueError("constrained decoding needs an end token")
         self._limits = limits or GrammarLimits()
         spaces = np.zeros(vocab_size, bool)
-        spaces[[i for i, token in enumerate(vocabulary[:vocab_size]) if token.startswith(b" ")]] = True
+        self._vocabularies: dict[bool | None, tuple[bytes, ...]] = {None: vocabulary, **(others or {})}
+        for tokens in self._vocabularies.values():
+            spaces[[i for i, token in enumerate(tokens[:vocab_size]) if token.startswith(b" ")]] = True
         self._columns = Columns(vocab_size, tuple(sorted(eos_ids)), spaces)
-        self._vocabulary = vocabulary
         self._sandbox = Sandbox(vocabulary, eos_ids, self._limits)
-        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bytes, bool | None], _Kept] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiler: Compiler | None = None
+        self._compilers: dict[bool | None, Compiler] = {}
         self.counters = GrammarCounters()
 
-    def compile(self, kind: str, text: str) -> Future[Compiled]:
+    def compile(self, kind: str, text: str, skip_special: bool | None = None) -> Future[Compiled]:
         """At once if it is known. The future raises GrammarError. Raises GrammarError for what is refused
         unread."""
         check_text(kind, text, self._limits)
-        key = kind, hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        mode = skip_special if skip_special in self._vocabularies else None
+        key = kind, hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), mode
         kept = self._kept.get(key)
         if kept is None or _is_accident(kept.compiled):
             self.counters.misses += 1
-            kept = self._kept[key] = _Kept(self._pool.submit(self._compile, kind, text))
+            kept = self._kept[key] = _Kept(self._pool.submit(self._compile, kind, text, mode))
         else:
             self.counters.hits += 1
-            kept = self._kept[key] = self._renewed(kept, kind, text)
+            kept = self._kept[key] = self._renewed(kept, kind, text, mode)
         kept.num_uses += 1
         self._kept.move_to_end(key)
         if len(self._kept) > self._limits.max_cached:
@@ -183,19 +187,18 @@ class Grammars:
         self._pool.shutdown(cancel_futures=True)
         self._sandbox.close()
 
-    def _compile(self, kind: str, text: str) -> Compiled:
+    def _compile(self, kind: str, text: str, mode: bool | None) -> Compiled:
         self._sandbox.check(kind, text)
-        if self._compiler is None:
-            self._compiler = Compiler(self._vocabulary, self._columns.eos_ids)
-        return self._compiler.compile(kind, text)
+        if mode not in self._compilers:
+            self._compilers[mode] = Compiler(self._vocabularies[mode], self._columns.eos_ids)
+        return self._compilers[mode].compile(kind, text)
 
-    def _renewed(self, kept: _Kept, kind: str, text: str) -> _Kept:
+    def _renewed(self, kept: _Kept, kind: str, text: str, mode: bool | None) -> _Kept:
         """Its successor once that is compiled; nothing waits for it."""
         if kept.num_uses < self._limits.max_uses or not _succeeded(kept.compiled):
             return kept
         if kept.successor is None:
-            assert self._compiler is not None
-            kept.successor = self._pool.submit(self._compiler.compile, kind, text)
+            kept.successor = self._pool.submit(self._compilers[mode].compile, kind, text)
         return _Kept(kept.successor) if _succeeded(kept.successor) else kept
 
     def _forget(self, compiled: Future[Compiled]) -> None:

@@ -20,7 +20,7 @@ KINDS = ("json_schema", "json_object", "regex", "grammar")
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 # One space at most wherever JSON allows whitespace: some models never stop once they may indent.
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": " ", "lenient": False}
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": " ", "lenient": False}
 
 
 class GrammarError(RequestError):
@@ -70,10 +70,11 @@ class Compiled:
 
 class Compiler:
     """Constraints over one vocabulary. `vocabulary[i]`: the bytes that token i adds to the text; b"" for
-    tokens never allowed."""
+    tokens never allowed. End tokens add none."""
 
     def __init__(self, vocabulary: tuple[bytes, ...], eos_ids: Iterable[int]) -> None:
         eos_ids = sorted(eos_ids)
+        vocabulary = tuple(b"" if i in eos_ids else token for i, token in enumerate(vocabulary))
         self.tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(vocabulary, eos_ids[0])), eos_token=eos_ids)
         self._space_id = vocabulary.index(b" ") if b" " in vocabulary else None
 
@@ -105,7 +106,7 @@ def _grammar(kind: str, text: str) -> dict[str, Any]:
     else:
         schema = text if kind == "json_schema" else '{"type": "object"}'
         try:
-            source = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError:
             raise GrammarError("The schema is not understood.") from None
     (grammar,) = json.loads(source)["grammars"]

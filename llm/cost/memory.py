@@ -42,7 +42,8 @@ def kv_bytes(shape: DecoderShape, num_tokens: int, element_bytes: float = 2, blo
     if num_tokens < 0 or block_size < 1:
         raise CostError("token counts must be at least 0, and blocks must hold at least 1")
     held = num_blocks(num_tokens, block_size) * block_size
-    windowed = min(held, num_blocks(shape.sliding_window, block_size) * block_size)
+    window = held if shape.keeps_all else num_blocks(shape.sliding_window, block_size) * block_size
+    windowed = min(held, window)
     per_layer = _whole(kv_elements_per_layer(shape) * element_bytes)
     growing = (shape.num_full_layers * held + shape.num_sliding_layers * windowed) * per_layer
     state = shape.linear_state * shape.num_linear_layers * STATE_BYTES if num_tokens else 0

@@ -31,8 +31,9 @@ class DecoderShape:
     expert_params: int = 0  # one expert's, summed over the layers that have experts
     latent_dim: int = 0  # MLA: width of the cached latent; 0: keys and values are cached
     rope_dim: int = 0  # MLA: width of the cached positional key
-    num_sliding_layers: int = 0  # keep the last `sliding_window` positions
+    num_sliding_layers: int = 0  # read the last `sliding_window` positions, and keep no others
     sliding_window: int = 0
+    keeps_all: bool = False  # but an engine of one pool for all layers keeps every position in each
     num_linear_layers: int = 0  # keep one state of `linear_state` elements, whatever the context
     linear_state: int = 0
     max_positions: int = 0

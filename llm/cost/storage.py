@@ -11,7 +11,7 @@ from llm.cost.machine import Precision
 from llm.cost.shape import DecoderShape
 from llm.cost.work import weights_read
 from llm.decoder_config import DecoderConfig
-from llm.storage import INT4_GROUP, KvStorage, WeightOption, head_storage
+from llm.storage import INT4_GROUP, KvStorage, WeightOption, embedding_storage, head_storage
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = 4  # one a position and KV head for keys, one for values; one an output of int8 weights
@@ -77,7 +77,7 @@ class WeightBytes:
 def native_weight_bytes(
     config: DecoderConfig, storage: WeightOption, embedding: WeightOption, num_positions: int
 ) -> WeightBytes:
-    """What the native backend holds of a checkpoint whose token embeddings are kept as `embedding`.
+    """What the native backend holds of a checkpoint whose token embeddings lose nothing as `embedding`.
 
     `num_positions` bounds the rope tables.
     """
@@ -91,7 +91,7 @@ def native_weight_bytes(
     return WeightBytes(
         linears=c.num_layers * sum(linear_bytes(n, k, storage) for n, k in shapes),
         head=linear_bytes(c.vocab_size, c.d_model, head_storage(storage)),
-        embedding=c.vocab_size * c.d_model * ELEMENT_BYTES[embedding],
+        embedding=c.vocab_size * c.d_model * ELEMENT_BYTES[embedding_storage(storage, embedding)],
         vectors=4 * (c.num_layers * (biases + norms) + c.d_model),
         tables=4 * len(c.ropes) * num_positions * c.head_dim,
     )

@@ -72,8 +72,8 @@ class Picker:
     keeps the step under way short.
 
     `whole_spans`: positions of an image span see each other, so a chunk never ends inside one. It ends before
-    the span, or takes all that is left of it, beyond the budget where it must.
-    Bound: a step's prompt tokens are at most the larger of its budget and the longest such span.
+    the span, or takes all that is left of it: beyond the budget where it must, but then as the step's only
+    chunk. Bound: a step's prompt tokens are at most the larger of its budget and the longest such span.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Picker:
             if left <= 0:
                 break
             try:
-                pick = self._cut(chunk, left, rows_left, now)
+                pick = self._cut(chunk, left, rows_left, now, not batch.num_chunk_tokens)
             except VisualFailure as failure:
                 batch.failures.append((chunk.group, failure.code, failure.message))
                 continue
@@ -126,8 +126,11 @@ class Picker:
             if _is_scored(chunk):
                 rows_left -= pick.num_logits
 
-    def _cut(self, chunk: _Chunk, tokens_left: int, rows_left: int, now: float) -> Pick | None:
-        """As much of a chunk as fits and has its visual tokens. Raises VisualFailure."""
+    def _cut(
+        self, chunk: _Chunk, tokens_left: int, rows_left: int, now: float, is_first: bool
+    ) -> Pick | None:
+        """As much of a chunk as fits and has its visual tokens; the first of a step may be a span that does
+        not fit. Raises VisualFailure."""
         group, seq = chunk.group, chunk.seq
         start = seq.num_computed
         end = min(chunk.end, start + tokens_left)
@@ -137,7 +140,9 @@ class Picker:
         whole: tuple[tuple[int, int], ...] = ()
         if start < group.spans_end:
             if self._whole_spans:
-                end = _without_half_a_span(group, start, end)
+                limit, end = end, _without_half_a_span(group, start, end)
+                if end > limit and not is_first:
+                    return None
             end, visuals = self._wants.slices(group, start, end, now)
             if self._whole_spans:
                 whole = _spans_within(group, start, end)

@@ -25,7 +25,9 @@ class TokenText(Protocol):
         """Whether its decoders drop a space that begins the text, as SentencePiece's do."""
         ...
 
-    def decoder(self) -> TokenDecoder: ...
+    def decoder(self, skip_special: bool | None = None) -> TokenDecoder:
+        """skip_special: whether special tokens are left out of the text; None is the model's own way."""
+        ...
 
 
 class LeadingSpaces:
@@ -57,7 +59,7 @@ class TextStream:
     __slots__ = ("_decoder", "_spaces", "_stops")
 
     def __init__(self, tokens: TokenText, params: SamplingParams) -> None:
-        self._decoder = tokens.decoder()
+        self._decoder = tokens.decoder(params.skip_special_tokens)
         self._spaces = LeadingSpaces(params)
         if tokens.strips_first_space and self._spaces.left:
             self._spaces.left -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _LONG_TEXT = 4096  # characters
 _SPACE = "\u2581"  # SentencePiece's visible space
 
+Markup = Callable[[Collection[str]], Collection[str]]
+"""Of a vocabulary's special tokens, those that are content: parts of answers, and anyone's to write."""
+
 
 class Tokenizer:
     """Immutable once made; safe to share between threads."""
@@ -31,6 +34,7 @@ class Tokenizer:
         *,
         template: ChatTemplate | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        markup: Markup = lambda specials: (),
     ) -> None:
         self._parsing, self._literal = _pair(tokenizer_json)
         inner = _without_first_prefix(tokenizer_json)
@@ -38,13 +42,19 @@ class Tokenizer:
         self._template = template
         self.eos_ids = eos_ids
         self._added = self._parsing.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        specials = {i: token.content for i, token in self._added.items() if token.special}
+        self.markup = frozenset(markup(specials.values()))
+        self._skipped = {
+            None: frozenset(i for i, content in specials.items() if content not in self.markup),
+            True: frozenset(specials),
+            False: frozenset[int](),
+        }
         self._kind = _byte_kind(self._parsing)
         self.strips_first_space = _strips_first_space(self._parsing)
-        self._bytes = tuple(self._token_bytes(i) for i in range(self._parsing.get_vocab_size()))
+        self._spelled = tuple(self._spelling(i) for i in range(self._parsing.get_vocab_size()))
 
     @classmethod
-    def from_directory(cls, directory: Path | str) -> Tokenizer:
+    def from_directory(cls, directory: Path | str, markup: Markup = lambda specials: ()) -> Tokenizer:
         """Raises ConfigError when tokenizer.json is missing or not understood."""
         directory = Path(directory)
         try:
@@ -55,12 +65,17 @@ class Tokenizer:
         settings = read_json_object(settings_path) if settings_path.is_file() else {}
         source = _template_source(directory, settings)
         template = None if source is None else ChatTemplate(source, _special_variables(settings))
-        return cls(text, template=template, eos_ids=read_eos_ids(directory))
+        return cls(text, template=template, eos_ids=read_eos_ids(directory), markup=markup)
+
+    @property
+    def other_ways(self) -> tuple[bool, ...]:
+        """Values of `skip_special` that differ from None."""
+        return tuple(skip for skip in (True, False) if self._skipped[skip] != self._skipped[None])
 
     @property
     def vocab_size(self) -> int:
         """Ids run from 0 to vocab_size - 1; the model's logits may have more columns."""
-        return len(self._bytes)
+        return len(self._spelled)
 
     def encode(self, text: str, *, allow_special: bool = True, starts: bool = True) -> list[int]:
         """With `allow_special` off, special tokens spelled out in the text stay plain characters; with
@@ -84,13 +99,16 @@ class Tokenizer:
     def special_tokens(self) -> Sequence[str]:
         return tuple(token.content for token in self._added.values() if token.special)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the text; b"" for special tokens and ids beyond the vocabulary."""
-        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+    def token_bytes(self, token_id: int, *, skip_special: bool | None = None) -> bytes:
+        """What a token adds to the text; b"" for ids beyond the vocabulary and special tokens that are
+        skipped: all with True, none with False, all but `markup` with None."""
+        is_told = 0 <= token_id < len(self._spelled) and token_id not in self._skipped[skip_special]
+        return self._spelled[token_id] if is_told else b""
 
-    def vocabulary(self) -> tuple[bytes, ...]:
+    def vocabulary(self, *, skip_special: bool | None = None) -> tuple[bytes, ...]:
         """`token_bytes` of every id, for constrained decoding."""
-        return self._bytes
+        skipped = self._skipped[skip_special]
+        return tuple(b"" if i in skipped else spelled for i, spelled in enumerate(self._spelled))
 
     def render(
         self,
@@ -98,21 +116,27 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         placeholder: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The chat as text, special tokens spelled out; see ChatTemplate.render. Raises ConfigError for
         a checkpoint without a chat template."""
         if self._template is None:
             raise ConfigError("the checkpoint has no chat template")
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, placeholder=placeholder
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            placeholder=placeholder,
+            tools=tools,
+            variables=variables,
         )
 
-    def decoder(self) -> IncrementalDecoder:
-        return IncrementalDecoder(self)
+    def decoder(self, skip_special: bool | None = None) -> IncrementalDecoder:
+        return IncrementalDecoder(self, skip_special)
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def _spelling(self, token_id: int) -> bytes:
         token = self._parsing.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:
+        if token is None:
             return b""
         if self._kind == "byte_level":
             mapped = [_BYTE_OF.get(c) for c in token]
@@ -128,14 +152,15 @@ class IncrementalDecoder:
     Bytes that can't become valid UTF-8 turn into U+FFFD, as in `bytes.decode(errors="replace")`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool | None = None) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_next = tokenizer.strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain by now; special tokens add none."""
-        data = b"".join(self._tokenizer.token_bytes(i) for i in token_ids)
+        """Text that is certain by now."""
+        data = b"".join(self._tokenizer.token_bytes(i, skip_special=self._skip_special) for i in token_ids)
         if self._strip_next and data:
             self._strip_next = False
             data = data.removeprefix(b" ")

@@ -10,6 +10,7 @@ from encoder.encoder_config import EncoderConfig
 from encoder.geometry import VisionGeometry
 from encoder.tensor_names import VisualNames
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames
+from llm.text.tokenizer import Markup
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
 from vlm.prompt import ImageFormat, PromptTokenizer
@@ -45,6 +46,7 @@ class Family:
     image_format: Callable[[Json, PromptTokenizer, VisionGeometry], ImageFormat]
     visual_names: Callable[[EncoderConfig], Sequence[VisualNames]]  # layouts, the first that fits is taken
     text_names: TextNames
+    markup: Markup = lambda specials: ()  # special tokens that its answers are written with
     without_processor: tuple[str, ...] = ()  # model types whose config.json holds the processor's settings
 
 

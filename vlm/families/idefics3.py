@@ -6,7 +6,8 @@ Reference: transformers' Idefics3 and SmolVLM models and processors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ from vlm.prompt import ImageFormat, Piece, PromptTokenizer, Rows
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 PLACEHOLDER = "<image>"
 _BORDER = "<fake_token_around_image>"
+# Special tokens that a prompt is framed with, and an answer never holds.
+_FRAME = re.compile(
+    r"<\|.*\|>|<image>|<fake_token_around_image>|<global-img>|<row_\d+_col_\d+>|"
+    r"<end_of_utterance>|</?s>|<(unk|pad)>"
+)
 _TILE_SIZE = 364  # pixels, where the processor is silent
 _TEXT_WIDTH = 4096  # default hidden_size of the Llama, Mistral, Qwen2 and Qwen3 configurations
 # Checkpoints leave out what equals their family's default: SmolVLMVisionConfig, Idefics3VisionConfig.
@@ -76,6 +82,11 @@ def preprocess(config: Json, processor: Json, variant: Variant) -> PreprocessSpe
 
 def image_format(config: Json, tokenizer: PromptTokenizer, geometry: VisionGeometry) -> ImageFormat:
     return Idefics3Format(tokenizer.token_id(PLACEHOLDER), geometry.tokens_per_tile)
+
+
+def markup(specials: Collection[str]) -> Collection[str]:
+    """DocTags, where the vocabulary has them: whatever isn't of the chat's or an image's frame."""
+    return [token for token in specials if not _FRAME.fullmatch(token)] if "<doctag>" in specials else ()
 
 
 def visual_names(config: EncoderConfig) -> Sequence[VisualNames]:
@@ -142,5 +153,6 @@ FAMILY = Family(
     preprocess=preprocess,
     image_format=image_format,
     visual_names=visual_names,
+    markup=markup,
     text_names=TextNames(prefixes=("model.text_model.",), others=("model.vision_model.", "model.connector.")),
 )

@@ -35,7 +35,7 @@ class PlannedModel:
     tiling: TilingRule | None = None
     directory: Path | None = None
     config: DecoderConfig | None = None  # of a checkpoint that this engine runs
-    embedding: WeightStorage = "float32"  # how it keeps that checkpoint's token embeddings
+    embedding: WeightStorage = "float32"  # in which that checkpoint's token embeddings lose nothing
 
 
 def _presets(file: str) -> dict[str, dict[str, Any]]:

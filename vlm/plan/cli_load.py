@@ -146,6 +146,7 @@ def image(
         markers,
         block,
         costs,
+        chosen.config is not None and chosen.config.whole_spans,
     )
     title = f"{chosen.title} on {device.name}: {plan.images} images, {text_tokens} text tokens"
     notes = [f"{markers} tokens of image markers"] if markers else []

@@ -125,11 +125,18 @@ class LoopThread:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self.is_closing:
-            started = time.monotonic()
-            try:
-                if self._turn():
-                    return
-                self._setbacks.clear()
-            except Exception as error:
-                self.pause(self._setbacks.note(error, time.monotonic() - started))
+        try:
+            while not self.is_closing and not self._take_turn():
+                pass
+        finally:
+            del self._turn  # of whoever owns this thread: no cycle keeps its connections open
+
+    def _take_turn(self) -> bool | None:
+        started = time.monotonic()
+        try:
+            is_last = self._turn()
+            self._setbacks.clear()
+        except Exception as error:
+            self.pause(self._setbacks.note(error, time.monotonic() - started))
+            return False
+        return is_last

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from encoder.geometry import Grid, TowerShape, VisionGeometry
 from llm.cost import (
     Bound,
+    Chunk,
     CostError,
     DecoderShape,
     Machine,
@@ -17,6 +18,7 @@ from llm.cost import (
     kv_bytes,
     max_batch,
     prefill_time,
+    step_time,
 )
 from preprocess.types import Detail, TileGrid, TilingRule
 from vlm.plan.render import binary, count, duration, gigabytes, grid, pairs, percent
@@ -59,6 +61,9 @@ class ImagePlan:
     conversations: int  # that fit on the accelerator
     binds: Bound
     per_image: tuple[ImageCost, ...] = ()
+    span_tokens: int = 0  # of a tile that one step takes whole; 0: a prompt may be cut anywhere
+    span_step_s: float = 0.0  # longest such step beside one decode: the gap that running answers see
+    decode_step_s: float = 0.0  # the same step without it
 
 
 def with_pooling(tower: TowerShape, pooled: int) -> TowerShape:
@@ -136,10 +141,12 @@ def plan_image(
     marker_tokens: int = 0,
     block_size: int = 1,
     per_image: tuple[ImageCost, ...] = (),
+    whole_spans: bool = False,
 ) -> ImagePlan:
     """A request with these images. The three stages are counted one after another.
 
     `marker_tokens`: what the prompt's form adds around tiles. Text alone takes at least the weights' read.
+    `whole_spans`: the decoder takes a tile's visual tokens in one step, as they see each other.
     """
     precision = precision or Precision()
     num_tiles = sum(image.num_tiles for image in images)
@@ -158,6 +165,9 @@ def plan_image(
     largest: Bound = "compute" if preprocess_s > max(encode_s, prefill.seconds) else prefill.binds
     if encode_s > max(preprocess_s, prefill.seconds):
         largest = encode.binds
+    span = max(tower.geometry.rows(image) // image.num_tiles for image in images) if whole_spans else 0
+    decode = Chunk(1, prompt)
+    beside = [Chunk(span, prompt - span, 0), decode] if span else []
     return ImagePlan(
         images=len(images),
         tiles=num_tiles,
@@ -179,12 +189,27 @@ def plan_image(
         conversations=fits,
         binds="capacity" if not fits else largest,
         per_image=per_image,
+        span_tokens=span,
+        span_step_s=step_time(decoder, machine, beside, precision).seconds if span else 0.0,
+        decode_step_s=step_time(decoder, machine, [decode], precision).seconds,
     )
 
 
 def padding_waste(tiles: Sequence[int]) -> float:
     """Share of the tower's work that is padding if every image of a batch is padded to the largest."""
     return 1.0 - sum(tiles) / (max(tiles) * len(tiles))
+
+
+def _span_rows(plan: ImagePlan) -> list[tuple[str, str]]:
+    if not plan.span_tokens:
+        return []
+    stretch = plan.span_step_s / plan.decode_step_s
+    return [
+        (
+            "longest gap of others",
+            f"{duration(plan.span_step_s)}, {stretch:.3g} decodes: {plan.span_tokens} tokens in one step",
+        )
+    ]
 
 
 def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
@@ -198,6 +223,7 @@ def render_image(plan: ImagePlan, title: str, notes: Sequence[str] = ()) -> str:
         ("  prefill", duration(plan.prefill_s)),
         ("vision share of TTFT", percent(plan.vision_share)),
         ("TTFT, next question", duration(plan.warm_ttft_s)),
+        *_span_rows(plan),
         ("KV per request", f"{gigabytes(plan.kv_per_request_bytes)} ({binary(plan.kv_per_request_bytes)})"),
         ("concurrent conversations", count(plan.conversations)),
         (
