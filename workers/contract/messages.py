@@ -59,7 +59,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
         "version": MESSAGE_VERSION,
         "id": request.id,
         "token_ids": list(prompt.token_ids),
-        "spans": [[s.start, s.length, s.key, s.offset, *(s.shape or ())] for s in prompt.spans],
+        "spans": [[s.start, s.length, s.key, s.offset, s.shape] for s in prompt.spans],
         "params": asdict(request.params),
         "priority": request.priority,
         "namespace": request.namespace,
@@ -92,9 +92,13 @@ def _request(value: dict[str, Any]) -> Request:
     )
 
 
-def _span(start: int, length: int, key: str, offset: int, *more: int) -> ImageSpan:
-    shape = (more[0], more[1]) if len(more) > 1 else None
-    return ImageSpan(start, length, VisualKey(key), offset, shape)
+def _span(
+    start: int, length: int, key: str, offset: int, shape: list[int] | None = None, *_: object
+) -> ImageSpan:
+    if shape is None:
+        return ImageSpan(start, length, VisualKey(key), offset)
+    rows, cols = shape
+    return ImageSpan(start, length, VisualKey(key), offset, (rows, cols))
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
