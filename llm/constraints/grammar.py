@@ -1,6 +1,6 @@
 """Constraints as llguidance grammars: what is refused before compiling, and the compiling itself.
 
-No numpy here: the sandbox process imports this and nothing else.
+No numpy here: the process that tries constraints first imports this.
 """
 
 from __future__ import annotations

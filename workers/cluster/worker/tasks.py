@@ -16,6 +16,7 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
+from workers.children.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.cluster.blobs import BlobStore, BlobStoreFull
 from workers.cluster.celery_app import TILES_TASK
 from workers.cluster.ledger import Outcome, WorkLedger
@@ -23,7 +24,6 @@ from workers.cluster.names import TilesJob, waited_s
 from workers.cluster.single_flight import Lease
 from workers.contract.stages import DecodeLimits, overloaded, processing_failed
 from workers.contract.versions import known_fields
-from workers.local.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 
 TILES_TTL_S = 120.0
 
@@ -43,7 +43,7 @@ def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: De
 
     def limit_process(**_: object) -> None:
         prepare()
-        limit_memory(limits.memory_bytes)
+        limit_memory(spare_bytes=limits.memory_bytes)
 
     worker_process_init.connect(limit_process, weak=False)
 
