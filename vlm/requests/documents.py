@@ -17,8 +17,8 @@ from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
 from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits, is_pdf
-from vlm.caption.rasterise import PageRenderer
 from vlm.requests.page_range import ALL, PageRange
+from workers.local.page_drawing import PageRenderer
 
 _KEPT_BYTES = 64 << 20
 
