@@ -20,7 +20,7 @@ from vlm.api.batches import batch_check
 from vlm.api.batches.batch_check import all_places, check, read_places, validate
 from vlm.api.batches.batch_rows import RowBook, RowResult, encode_row, read_row
 from vlm.api.batches.batch_runner import SPARE, BatchRunner
-from vlm.api.batches.batch_store import Batch, BatchStore
+from vlm.api.batches.batch_store import BatchJob, BatchStore
 from vlm.api.batches.row_turns import RowTurns
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
@@ -166,7 +166,7 @@ class Desk:
         self.files = FileStore(root, max_file_bytes=1 << 30, max_total_bytes=1 << 30)
         root.mkdir()
 
-    def batch(self, key: str, name: str, num_rows: int) -> Batch:
+    def batch(self, key: str, name: str, num_rows: int) -> BatchJob:
         path = self.root / f"{name}.jsonl"
         with path.open("w") as out:
             for number in range(num_rows):

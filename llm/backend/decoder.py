@@ -67,7 +67,7 @@ class SequenceSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecoderInputs:
     """One step's input on the device."""
 
     token_ids: Tensor  # int64 [T]
@@ -157,7 +157,7 @@ class Decoder:
         self.rotations = tuple(rope_table(rope, num_positions, device, dtype) for rope in config.ropes)
         self.ticks = np.zeros(1, np.int64)  # layers done
 
-    def forward(self, batch: Batch, pool: KvPool) -> Tensor:
+    def forward(self, batch: DecoderInputs, pool: KvPool) -> Tensor:
         """Writes the batch's KV into `pool` and returns logits [R, vocab_size] of the wanted rows."""
         x = F.embedding(batch.token_ids, self.weights.embedding)
         if self.config.embedding_scale != 1.0:
@@ -228,7 +228,9 @@ class Decoder:
             out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window, span.visible)
         return out
 
-    def _split(self, batch: Batch, block_size: int) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
+    def _split(
+        self, batch: DecoderInputs, block_size: int
+    ) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
         """One-token sequences to attend to at once, and the spans to attend to one by one."""
         single = [span for span in batch.spans if span.end - span.begin == 1]
         width = max((span.blocks.shape[0] for span in single), default=0)
