@@ -125,7 +125,7 @@ def test_no_file_outgrows_its_reader() -> None:
 
 
 # Of the training of the demonstration model, which carries twins of the product's classes.
-TRAINING_TWINS = {"Progress", "PromptBuilder", "Sequence", "Shape"}
+TRAINING_TWINS = {"Model", "Progress", "PromptBuilder", "Sequence", "Shape"}
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -39,7 +39,7 @@ from vlm.spec import ModelSpec
 from vlm.tools.calls import Call
 from workers.contract.engine_client import EngineClient, EngineUnavailable
 from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
-from workers.contract.streams import Answer, gather
+from workers.contract.streams import WholeAnswer, gather
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class Pipeline:
         finally:
             self._leave_flights(request_id)
 
-    async def answer(self, prepared: PreparedRequest) -> Answer:
+    async def answer(self, prepared: PreparedRequest) -> WholeAnswer:
         """Waits for the whole answer. Raises `AnswerFailed` and `EngineUnavailable`."""
         return await gather(self.run(prepared))
 

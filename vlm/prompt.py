@@ -64,6 +64,7 @@ class Rows:
 
     count: int
     first: int
+    shape: tuple[int, int] | None = None  # (rows, columns) of a whole image, where rope tells them apart
 
 
 Piece = str | Rows
@@ -163,7 +164,8 @@ class PromptBuilder:
         spans: list[ImageSpan] = []
         for item in self._runs_and_places(texts, images):
             if isinstance(item, _Place):
-                spans.append(ImageSpan(len(ids), item.rows.count, item.key, item.rows.first))
+                rows = item.rows
+                spans.append(ImageSpan(len(ids), rows.count, item.key, rows.first, rows.shape))
                 ids += [self._format.row_id] * item.rows.count
             else:
                 ids += self._ids(item, starts=not ids)

@@ -50,6 +50,9 @@ FAMILIES: dict[str, WeightLayout] = {
     "qwen3_next": WeightLayout(qk_norm="head", gated_query=True, shared_expert_gate=True),
     "qwen3_5_text": WeightLayout(qk_norm="head", gated_query=True),
     "qwen3_5_moe_text": WeightLayout(qk_norm="head", gated_query=True, shared_expert_gate=True),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), WeightLayout(qkv_bias=True)
+    ),
     "gemma": WeightLayout(tied=True),
     "gemma2": WeightLayout(norms_per_layer=4, tied=True),
     "gemma3_text": WeightLayout(qk_norm="head", norms_per_layer=4, tied=True),

@@ -59,7 +59,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
         "version": MESSAGE_VERSION,
         "id": request.id,
         "token_ids": list(prompt.token_ids),
-        "spans": [[s.start, s.length, s.key, s.offset] for s in prompt.spans],
+        "spans": [[s.start, s.length, s.key, s.offset, s.shape] for s in prompt.spans],
         "params": asdict(request.params),
         "priority": request.priority,
         "namespace": request.namespace,
@@ -83,14 +83,22 @@ def _request(value: dict[str, Any]) -> Request:
     if params.get("constraint") is not None:
         kind, text = params["constraint"]
         params["constraint"] = (kind, text)
-    spans = tuple(ImageSpan(start, n, VisualKey(key), offset) for start, n, key, offset, *_ in value["spans"])
     return Request(
         id=value["id"],
-        prompt=Prompt(tuple(value["token_ids"]), spans),
+        prompt=Prompt(tuple(value["token_ids"]), tuple(_span(*span) for span in value["spans"])),
         params=SamplingParams(**params),
         priority=value.get("priority", "interactive"),
         namespace=value["namespace"],
     )
+
+
+def _span(
+    start: int, length: int, key: str, offset: int, shape: list[int] | None = None, *_: object
+) -> ImageSpan:
+    if shape is None:
+        return ImageSpan(start, length, VisualKey(key), offset)
+    rows, cols = shape
+    return ImageSpan(start, length, VisualKey(key), offset, (rows, cols))
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
