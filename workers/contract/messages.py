@@ -34,9 +34,11 @@ MAX_PAYLOAD_BYTES = 1 << 30
 
 _REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "params", "priority", "namespace"}
 # The first version refuses a request with a parameter that it does not know.
-_FIRST_PARAMS = frozenset(
-    ["max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "beam_width", "stop", "ignore_eos", "logprobs", "prompt_logprobs", "constraint"]
-)
+_FIRST_PARAMS = {
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "beam_width", "stop",
+    "ignore_eos", "logprobs", "prompt_logprobs", "constraint",
+}  # fmt: skip
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)
 }
