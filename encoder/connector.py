@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.encoder_config import ConnectorConfig, ConnectorKind, TowerConfig
+from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig, TowerConfig
 from encoder.tower import activate, build_norm
 
 
@@ -75,6 +78,23 @@ class MlpConnector(nn.Module):
         else:
             x = self.norm(pixel_shuffle(x, self.reduction))
         return self.fc2(activate(self.fc1(self.merge(x)), self.activation))
+
+
+class Deepstack(nn.Module):
+    """A connector of the tower's output and one of each further layer's: their rows side by side.
+
+    The further ones norm the joined patches (Qwen3-VL).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        further = replace(config.connector, norm_patches=False)
+        self.main = build_connector(config.connector, config.tower)
+        self.further = nn.ModuleList(build_connector(further, config.tower) for _ in config.deepstack)
+
+    def forward(self, x: Tensor, *layers: Tensor) -> Tensor:
+        rows = [connector(y) for connector, y in zip(self.further, layers, strict=True)]
+        return torch.cat((self.main(x), *rows), -1)
 
 
 CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {

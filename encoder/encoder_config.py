@@ -10,8 +10,9 @@ from encoder.geometry import TowerShape, VisionGeometry
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
 NormKind = Literal["layer", "rms"]
-PatchTable = Literal["whole", "none"]
-"""Learned positions of patches: one for each of a square tile's, or no table."""
+PatchTable = Literal["whole", "none", "corners", "centres"]
+"""Learned positions of patches: one for each of a square tile's, or no table; or a square one that is
+stretched over an image's own grid, corner to corner or with the outer patches' edges on its edges."""
 PatchRope = Literal["none", "axial", "alternating"]
 """How queries and keys are turned: by row and by column with all frequencies of half a head each, or with its
 frequencies in turns."""
@@ -45,6 +46,9 @@ class TowerConfig:
     table: PatchTable = "whole"
     rope: PatchRope = "none"
     rope_theta: float = 10_000.0
+    table_side: int = 0  # of a table that is stretched
+    window: int = 0  # patches per side that see each other alone, in all but the `full_layers`; 0: all do
+    full_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("width", "num_layers", "num_heads", "intermediate", "patch_size"):
@@ -52,6 +56,10 @@ class TowerConfig:
                 raise EncoderConfigError(f"tower: {name} must be at least 1")
         if not self.image_size and (self.table == "whole" or self.class_token):
             raise EncoderConfigError("tower: a table of one size and a class token belong to an image_size")
+        if (self.table in ("corners", "centres")) != (self.table_side > 0):
+            raise EncoderConfigError("tower: table_side belongs to a table that is stretched, which needs it")
+        if self.window and (self.class_token or self.window < 0):
+            raise EncoderConfigError("tower: windows are of 1 patch or more, and without a class token")
         if self.rope != "none" and self.width // self.num_heads % 4:
             raise EncoderConfigError("tower: heads turned by row and column have a multiple of 4 channels")
         if self.width % self.num_heads:
@@ -69,7 +77,8 @@ class TowerConfig:
 
     @property
     def num_positions(self) -> int:
-        return self.num_patches + self.class_token
+        """Rows of the position table."""
+        return self.table_side**2 or self.num_patches + self.class_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +121,25 @@ class EncoderConfig:
     tower: TowerConfig
     connector: ConnectorConfig
     normalisation: Normalisation = field(default_factory=Normalisation)
+    deepstack: tuple[int, ...] = ()
+    """Tower layers whose outputs become further rows beside each visual token, by connectors of their own."""
 
     def __post_init__(self) -> None:
+        if self.deepstack and self.connector.kind != "mlp":
+            raise EncoderConfigError("connector: deepstack belongs to the mlp kind")
+        if any(not 0 <= layer < self.tower.num_layers for layer in self.deepstack):
+            raise EncoderConfigError("connector: deepstack must name layers of the tower")
         side = self.geometry.grid_side  # 0 where each image has its own size
         if self.connector.kind != "average_pool" and side % self.connector.reduction:
             raise EncoderConfigError(
                 f"connector: {self.connector.kind} at reduction {self.connector.reduction} "
                 f"doesn't fit the tower's {side}x{side} patches"
             )
+
+    @property
+    def row_width(self) -> int:
+        """Channels of a visual token: the decoder's width, once more for each layer of `deepstack`."""
+        return self.connector.d_model * (1 + len(self.deepstack))
 
     @property
     def geometry(self) -> VisionGeometry:
@@ -139,4 +159,8 @@ class EncoderConfig:
             merged=self.connector.merged,
             gated=self.tower.gated,
             extra_positions=int(self.tower.class_token),
+            table=self.tower.table_side**2,
+            window=self.tower.window,
+            full_layers=len(self.tower.full_layers),
+            row_sets=1 + len(self.deepstack),
         )

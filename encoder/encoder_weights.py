@@ -10,12 +10,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from encoder.checkpoint import CheckpointError, TensorEntry, check_names, read_header, read_index
-from encoder.connector import build_connector
+from encoder.connector import Deepstack, build_connector
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig
 from encoder.model import Encoder
 from encoder.openclip import open_clip_tower
 from encoder.revision import open_clip_revision, open_clip_trunk, revision_of
-from encoder.tensor_names import Source, VisualNames
+from encoder.tensor_names import TEMPORAL_PATCH, Source, VisualNames
 from encoder.tower import Tower
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -92,8 +92,10 @@ def bucketed_positions(side: int) -> Tensor:
     return (buckets[:, None] * side + buckets).flatten()
 
 
-def _meta_modules(config: EncoderConfig) -> tuple[nn.Module, nn.Module]:
+def _meta_modules(config: EncoderConfig) -> tuple[Tower, nn.Module]:
     with torch.device("meta"):
+        if config.deepstack:
+            return Tower(config.tower), Deepstack(config)
         return Tower(config.tower), build_connector(config.connector, config.tower)
 
 
@@ -107,6 +109,8 @@ def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dic
             shape = (config.tower.num_positions, config.tower.width)
         elif source.fold == "transpose":
             shape = shape[::-1]
+        elif source.fold == "sum_temporal":
+            shape = (*shape[:2], TEMPORAL_PATCH, *shape[2:])
         expected |= dict.fromkeys(source.names, shape)
         if source.by:
             expected[source.by] = shape[:1]
@@ -118,7 +122,7 @@ def _read(
 ) -> dict[str, Tensor]:
     """Reads only the named tensors, file by file, each converted as it is read unless it is folded."""
     wanted = {name for source in sources.values() for name in source.all_names}
-    rounds = ("layer_scale", "plus_one")  # these compute: in float32, whatever the dtype
+    rounds = ("layer_scale", "plus_one", "sum_temporal")  # these compute: in float32, whatever the dtype
     folded = {name for source in sources.values() if source.fold in rounds for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
@@ -148,6 +152,8 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined.unflatten(1, (-1, config.connector.reduction**2)).transpose(1, 2).flatten(1)
     if source.fold == "plus_one":
         return joined + 1
+    if source.fold == "sum_temporal":
+        return joined.sum(2)
     if source.fold == "layer_scale":
         return joined * parts[source.by].view(-1, *[1] * (joined.dim() - 1))
     return joined

@@ -110,6 +110,10 @@ class TowerShape:
     merged: bool = False  # that connector first takes joined patches to one's width
     gated: bool = False  # the MLP has two linears in and one out
     extra_positions: int = 0  # per tile, beside its patches: a class token
+    table: int = 0  # rows of a position table that is stretched over images of any size
+    window: int = 0  # patches per side that see each other alone, in all but `full_layers` layers; 0: all do
+    full_layers: int = 0
+    row_sets: int = 1  # connectors: one, and one for each further set of rows
     nominal_params: int = 0  # above 0: stands in for patch_params, as in "400M"
 
     @property
@@ -134,22 +138,33 @@ class TowerShape:
             hidden = self.connector_intermediate
             merging = joined * self.width if self.merged else 0
             read = self.width if self.merged else joined
-            return merging + (read + 1) * hidden + (hidden + 1) * self.d_model
+            return self.row_sets * (merging + (read + 1) * hidden + (hidden + 1) * self.d_model)
         return joined * self.d_model
 
     @property
     def num_params(self) -> int:
-        positions = self.geometry.patches_per_tile * self.width
+        positions = (self.table or self.geometry.patches_per_tile) * self.width
         return self.patch_params + positions + self.connector_params
 
     def flops(self, grid: Grid) -> float:
-        """2 P N + 4 L N^2 d per tile with bidirectional attention, and the connector's product."""
+        """2 P N + 4 L N^2 d per tile with bidirectional attention, N^2 less by windows, and the connector's
+        product."""
         patches, tiles = self.geometry.num_patches(grid), grid.num_tiles
         positions = patches + tiles * self.extra_positions
         linear = 2 * self.patch_params * positions
-        attention = 4 * self.num_layers * positions**2 * self.width / tiles if tiles else 0
+        attention = 4 * self._pairs(grid) * self.width
         connector = 2 * self.connector_params * self.geometry.rows(grid)
         return float(linear + attention + connector)
+
+    def _pairs(self, grid: Grid) -> int:
+        """Queries times the keys that they see, over all layers and tiles."""
+        rows, cols = grid.tile_height // self.geometry.patch_size, grid.tile_width // self.geometry.patch_size
+        everything = (rows * cols + self.extra_positions) ** 2
+        if not self.window:
+            return grid.num_tiles * self.num_layers * everything
+        inside = _squares(rows, self.window) * _squares(cols, self.window)
+        windowed = self.num_layers - self.full_layers
+        return grid.num_tiles * (self.full_layers * everything + windowed * inside)
 
     def elements(self, grid: Grid) -> int:
         """Channels of every patch in every layer: what norms and activations pass over."""
@@ -160,4 +175,9 @@ class TowerShape:
 
     def output_bytes(self, grid: Grid, element_bytes: float = 2) -> int:
         """Bytes of the visual tokens that are cached and sent to the decoder."""
-        return math.ceil(self.geometry.rows(grid) * self.d_model * element_bytes)
+        return math.ceil(self.geometry.rows(grid) * self.row_sets * self.d_model * element_bytes)
+
+
+def _squares(length: int, window: int) -> int:
+    """Sum of the squares of a side's parts: windows, and what is left."""
+    return length // window * window**2 + (length % window) ** 2

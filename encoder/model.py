@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from encoder.encoder_config import EncoderConfig
 from encoder.geometry import TileShape
+from encoder.tower import Tower
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
 # and holds its activations all at once.
@@ -38,12 +39,13 @@ class Encoder:
     such neighbour: gigabytes, once a visual cache of 256 MiB has filled.
     """
 
-    def __init__(self, config: EncoderConfig, tower: nn.Module, connector: nn.Module, revision: str) -> None:
+    def __init__(self, config: EncoderConfig, tower: Tower, connector: nn.Module, revision: str) -> None:
         self.config = config
         self.tower = tower.eval().requires_grad_(False)
         self.connector = connector.eval().requires_grad_(False)
         self.revision = revision
         self.d_model = config.connector.d_model
+        self.row_width = config.row_width
         self.tiles_computed = 0  # every tile that went through the tower, padding included; there is none
         weight = next(tower.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -71,7 +73,7 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
-        """Visual tokens of each image, [num_rows, d_model], tiles in the order given.
+        """Visual tokens of each image, [num_rows, row_width], tiles in the order given.
 
         `images` are uint8 [n_i, H_i, W_i, 3]. Square tiles of all images share forwards, without padding.
         Each result owns its memory, so that a cache that keeps one image doesn't keep its neighbours. Raises
@@ -80,7 +82,7 @@ class Encoder:
         for tiles in images:
             self._check(tiles)
         results = [
-            torch.empty(self.num_rows(tiles), self.d_model, dtype=self.dtype, device=self.device)
+            torch.empty(self.num_rows(tiles), self.row_width, dtype=self.dtype, device=self.device)
             for tiles in images
         ]
         self._thread.submit(self._fill, results, images).result()
@@ -92,7 +94,7 @@ class Encoder:
         places = [
             (tiles[i], rows)
             for tiles, result in zip(images, results, strict=True)
-            for i, rows in enumerate(result.view(len(tiles), -1, self.d_model))
+            for i, rows in enumerate(result.view(len(tiles), -1, self.row_width))
         ]
         for start in range(0, len(places), self.tiles_per_forward):
             chunk = places[start : start + self.tiles_per_forward]
@@ -101,9 +103,9 @@ class Encoder:
                 place.copy_(rows)
 
     def forward(self, tiles: np.ndarray) -> Tensor:
-        """One batch of uint8 tiles [n, H, W, 3] to [n, rows of a tile, d_model]."""
+        """One batch of uint8 tiles [n, H, W, 3] to [n, rows of a tile, row_width]."""
         self.tiles_computed += len(tiles)
-        return self.connector(self.tower(self.normalise(tiles)))
+        return self.connector(*self.tower.features(self.normalise(tiles), self.config.deepstack))
 
     def normalise(self, tiles: np.ndarray) -> Tensor:
         """uint8 [n, H, W, 3] to the tower's input [n, 3, H, W], in its dtype."""

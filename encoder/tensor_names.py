@@ -8,12 +8,22 @@ from typing import Literal
 
 from encoder.checkpoint import CheckpointError
 
+TEMPORAL_PATCH = 2  # frames in a patch of towers that see videos
+
 Fold = Literal[
-    "none", "positions", "bucketed_positions", "layer_scale", "plus_one", "transpose", "channel_major"
+    "none",
+    "positions",
+    "bucketed_positions",
+    "layer_scale",
+    "plus_one",
+    "transpose",
+    "channel_major",
+    "sum_temporal",
 ]
 """What is done to a parameter while it is loaded, in float32: a batch axis in front of a position table, the
 table's rows by Idefics3's buckets, rows times those of `Source.by`, a norm's offset, [in, out] turned to
-[out, in], a cell's inputs from channel by channel to patch by patch. `encoder.encoder_weights` does it."""
+[out, in], a cell's inputs from channel by channel to patch by patch, a patch's two frames as one, since a
+still image shows both the same. `encoder.encoder_weights` does it."""
 
 
 @dataclass(frozen=True, slots=True)

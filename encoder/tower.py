@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.encoder_config import Activation, NormKind, TowerConfig
-from encoder.positions import patch_rotations
+from encoder.positions import Windows, patch_rotations, stretched, windows_of
 
 TANH_GELU_SLOPE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 TANH_GELU_CUBIC = 0.044715
@@ -65,7 +65,9 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
         self.proj = nn.Linear(config.width, config.width, bias=config.linear_bias)
 
-    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotations: tuple[Tensor, Tensor] | None, windows: Windows | None = None
+    ) -> Tensor:
         n, patches, width = x.shape
         qkv = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -77,7 +79,8 @@ class Attention(nn.Module):
             cos, sin = (table[:, None, None] for table in rotations)
             qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(x.dtype)
         q, k = qk.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
-        return self.proj(attend(q, k, v).transpose(1, 2).reshape(n, patches, width))
+        mixed = attend(q, k, v) if windows is None else attend_windows(q, k, v, windows)
+        return self.proj(mixed.transpose(1, 2).reshape(n, patches, width))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,6 +91,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if block >= patches:
         return F.scaled_dot_product_attention(q, k, v)
     parts = [F.scaled_dot_product_attention(part, k, v) for part in q.split(block, 2)]
+    return torch.cat(parts, 2)
+
+
+def attend_windows(q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+    """As `attend`, of patches in the order of `windows`, each to those of its own window."""
+    parts, start = [], 0
+    for count, size in windows.groups:
+        some = slice(start, start + count * size)
+        each = [t[:, :, some].unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+        mixed = F.scaled_dot_product_attention(*each)
+        parts.append(mixed.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3))
+        start = some.stop
     return torch.cat(parts, 2)
 
 
@@ -115,8 +130,10 @@ class Block(nn.Module):
         self.norm2 = build_norm(config.norm, config.width, config.norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attn(self.norm1(x), rotations)
+    def forward(
+        self, x: Tensor, rotations: tuple[Tensor, Tensor] | None, windows: Windows | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotations, windows)
         return x + self.mlp(self.norm2(x))
 
 
@@ -129,25 +146,41 @@ class Tower(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width)) if config.class_token else None
         self.pos_embed = None
-        if config.table == "whole":
+        if config.table != "none":
             self.pos_embed = nn.Parameter(torch.empty(1, config.num_positions, config.width))
         self.first_norm = build_norm(config.first_norm, config.width, config.norm_eps)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = build_norm(config.final_norm, config.width, config.norm_eps)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        return self.features(pixels)[0]
+
+    def features(self, pixels: Tensor, layers: tuple[int, ...] = ()) -> list[Tensor]:
+        """The tower's output, and what comes out of each of `layers`, each [n, rows, cols, width]."""
+        c = self.config
         x = self.patch_embed(pixels)
         n, rows, cols, width = x.shape
         x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
         if self.pos_embed is not None:
-            x = x + self.pos_embed
-        rotations = None
-        if self.config.rope != "none":
-            rotations = patch_rotations(self.config, rows, cols, x.device)
+            x = x + (stretched(self.pos_embed, c, rows, cols) if c.table_side else self.pos_embed)
+        rotations = patch_rotations(c, rows, cols, x.device) if c.rope != "none" else None
+        windows = windows_of(rows, cols, c.window, x.device) if c.window else None
+        if windows is not None:
+            x = x[:, windows.order]
+            if rotations is not None:
+                rotations = rotations[0][windows.order], rotations[1][windows.order]
         x = self.first_norm(x)
-        for block in self.blocks:
-            x = block(x, rotations)
-        x = self.norm(x)
-        return (x if self.cls_token is None else x[:, 1:]).reshape(n, rows, cols, width)
+        taken = {}
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotations, None if index in c.full_layers else windows)
+            if index in layers:
+                taken[index] = x
+
+        def in_place(x: Tensor) -> Tensor:
+            x = x if self.cls_token is None else x[:, 1:]
+            x = x if windows is None else x[:, windows.places]
+            return x.reshape(n, rows, cols, width)
+
+        return [in_place(self.norm(x)), *(in_place(taken[layer]) for layer in layers)]

@@ -144,6 +144,7 @@ class DecoderConfig:
     query_scale: float = 1.0  # on queries, besides the usual 1 / sqrt(head_dim)
     embedding_scale: float = 1.0  # on tokens' embeddings, not on visual tokens
     whole_spans: bool = False  # positions of one image span see each other, later ones too
+    rope_axes: tuple[int, ...] = ()  # per frequency: time, row or column (M-RoPE); empty: positions are one
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any], *, tied: bool | None = None) -> DecoderConfig:

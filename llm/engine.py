@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -298,6 +299,8 @@ def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
             raise RequestError(
                 "invalid_prompt", "Image spans must be sorted, disjoint and not empty.", "messages"
             )
+        if span.shape is not None and (min(span.shape) < 1 or math.prod(span.shape) != span.length):
+            raise RequestError("invalid_prompt", "An image span's shape must have its length.", "messages")
         end = span.start + span.length
     if end > prompt.num_tokens:
         raise RequestError("invalid_prompt", "An image span exceeds the prompt.", "messages")

@@ -30,6 +30,7 @@ class ImageSpan:
     length: int
     key: VisualKey
     offset: int
+    shape: tuple[int, int] | None = None  # (rows, columns) of a whole image, where rope tells them apart
 
 
 @dataclass(frozen=True, slots=True)

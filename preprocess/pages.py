@@ -1,26 +1,19 @@
-"""Pages of a PDF as PNG images, within caps on pages, pixels, memory and processor time.
+"""Pages of a PDF as PNG images, within caps on pages and pixels.
 
-`python -m preprocess.pages LIMITS` is the process that does it: pdfium is native code, so a hostile file must
-be able to hang or kill only that process. It answers one JSON line (and the PNG's bytes) per JSON line it
-reads.
+pdfium is native code: what a stranger sent is drawn in a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import os
-import resource
-import signal
-import sys
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from preprocess.memory import steady_memory
 from preprocess.page_text import text_is_missing
 from preprocess.types import ImageError
 
@@ -120,57 +113,3 @@ def _load(path: str) -> Any:
         case pdfium.FPDF_ERR_SECURITY:
             raise ImageError("encrypted_pdf", "The PDF is encrypted in a way that is not supported.")
     raise ImageError("invalid_pdf", "The PDF is damaged and cannot be opened.")
-
-
-def _limit_process(limits: PageLimits) -> None:
-    """Memory by the kernel; processor time by a timer whose signal ends the process, armed per page."""
-    memory = limits.memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-
-
-def _answer(
-    request: dict[str, Any], held: dict[str, PdfPages], limits: PageLimits
-) -> tuple[dict[str, Any], bytes]:
-    """`held` keeps the last document open, since its pages come one after another."""
-    path = request["path"]
-    try:
-        if path not in held:
-            for other in held.values():
-                other.close()
-            held.clear()
-            held[path] = PdfPages(path, limits)
-        if request["page"] is None:
-            return {"count": held[path].count}, b""
-        page = held[path].render(request["page"])
-        return {"bytes": len(page.png), "lacks_text": page.lacks_text}, page.png
-    except ImageError as error:
-        return {"code": error.code, "message": error.message}, b""
-    except OSError:
-        return {"code": "unreadable_file", "message": "The file can't be read."}, b""
-    except MemoryError:
-        return {"code": "page_too_complex", "message": "The page needs too much memory to draw."}, b""
-    except Exception:  # of a file made by strangers; the process goes on to the next one
-        return {"code": "page_crashed", "message": "The page could not be drawn."}, b""
-
-
-def serve(requests: BinaryIO, replies: BinaryIO, limits: PageLimits) -> None:
-    """Answers until the parent closes the pipe. A request: {"path": str, "page": int | null}."""
-    held: dict[str, PdfPages] = {}
-    replies.write(b"{}\n")
-    replies.flush()
-    for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, limits.page_cpu_s)
-        header, payload = _answer(json.loads(line), held, limits)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps(header).encode() + b"\n" + payload)
-        replies.flush()
-
-
-if __name__ == "__main__":
-    _limits = PageLimits(**json.loads(sys.argv[1]))
-    _limit_process(_limits)
-    steady_memory()
-    serve(sys.stdin.buffer, sys.stdout.buffer, _limits)

@@ -191,9 +191,7 @@ def test_ordinary_tiers_are_interactive(server: LiveServer, client: httpx.Client
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),

@@ -14,7 +14,9 @@ import pytest
 from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from fastapi.routing import APIRoute
 
-from vlm.api.guard.auth import ApiKey, KeyRing, RateLimiter, check_exposure, read_keys
+from vlm.api.guard.auth import KeyRing, check_exposure
+from vlm.api.guard.keys import ApiKey, read_keys
+from vlm.api.guard.quotas import Quotas
 from vlm.config import ConfigError, ServeConfig
 from vlm.requests.errors import ApiError
 
@@ -164,8 +166,7 @@ def test_keys_file_is_checked(tmp_path: Path) -> None:
     path.write_text(f'[[keys]]\nname = "a"\nsha256 = "{digest}"\nrequests_per_minute = 5\n')
     (key,) = read_keys(path)
     assert key == ApiKey("a", digest, "a", 5)
-    caller, found = KeyRing([key]).authenticate("Bearer k")
-    assert caller.namespace == "a" and found == key
+    assert KeyRing([key]).authenticate({"authorization": "Bearer k"}).namespace == "a"
     for wrong in (
         "",
         "keys = 3",
@@ -195,28 +196,28 @@ def test_loopback_needs_no_keys(host: str) -> None:
 
 def test_rate_limit_tells_when_the_next_request_may_come() -> None:
     now = [0.0]
-    limiter = RateLimiter(lambda: now[0])
+    limiter = Quotas(lambda: now[0])
     for _ in range(3):
-        limiter.take("a", 3)
+        limiter.take_request("a", 3)
     with pytest.raises(ApiError) as caught:
-        limiter.take("a", 3)
+        limiter.take_request("a", 3)
     assert caught.value.status_code == 429 and caught.value.retry_after_s == pytest.approx(20)
-    limiter.take("b", 3)
+    limiter.take_request("b", 3)
     now[0] = 20.1
-    limiter.take("a", 3)
-    limiter.take("c", 0)
+    limiter.take_request("a", 3)
+    limiter.take_request("c", 0)
 
 
 def test_a_quiet_hour_saves_up_no_more_than_a_minutes_requests() -> None:
     now = [0.0]
-    limiter = RateLimiter(lambda: now[0])
-    limiter.take("a", 3)
+    limiter = Quotas(lambda: now[0])
+    limiter.take_request("a", 3)
     for quiet_s in (3600.0, 60.0, 1e9):
         now[0] += quiet_s
         for _ in range(3):
-            limiter.take("a", 3)
+            limiter.take_request("a", 3)
         with pytest.raises(ApiError):
-            limiter.take("a", 3)
+            limiter.take_request("a", 3)
 
 
 def test_rate_limit_over_http() -> None:

@@ -50,10 +50,11 @@ def test_imports_go_one_way(package: str) -> None:
 # in the room named after it, but for the engine's: they are on top of every other room.
 ROOMS = {
     "workers.contract": set(),
-    "workers.local": {"workers.contract"},
+    "workers.children": {"workers.contract"},
+    "workers.local": {"workers.contract", "workers.children"},
     "workers.cluster": {"workers.contract"},
     "workers.cluster.node": {"workers.contract", "workers.cluster"},
-    "workers.cluster.worker": {"workers.contract", "workers.local", "workers.cluster"},
+    "workers.cluster.worker": {"workers.contract", "workers.children", "workers.local", "workers.cluster"},
     "llm": set(),  # the words that every room uses: requests, configurations, storage
     "llm.cost": {"llm"},
     "llm.text": {"llm"},

@@ -25,7 +25,8 @@ from fake_engine_client import FakeEngine, LiveServer, ask, live_server, png
 from vlm.api.batches.batch_check import validate
 from vlm.api.batches.batch_rows import count_lines
 from vlm.api.batches.batch_runner import WINDOW
-from vlm.api.guard.auth import ApiKey, KeyRing
+from vlm.api.guard.auth import KeyRing
+from vlm.api.guard.keys import ApiKey
 from vlm.config import ServeConfig
 from workers.cluster.node.preprocess_celery import CeleryPreprocess
 
@@ -134,7 +135,7 @@ def test_one_bad_row_is_its_own_error_and_the_rest_goes_on(client: openai.OpenAI
     bad = {
         "image": line("image", b"no image", "What?"),
         "model": line("model", body=ask("Hi", model="other")),
-        "tools": line("tools", body=ask("Hi", tools=[{"type": "function"}])),
+        "functions": line("functions", body=ask("Hi", functions=[{"name": "f"}])),
         "stream": line("stream", body=ask("Hi", stream=True)),
         "shape": line("shape", body={"messages": "no list"}),
     }
@@ -147,7 +148,7 @@ def test_one_bad_row_is_its_own_error_and_the_rest_goes_on(client: openai.OpenAI
     assert {custom_id: row["error"]["code"] for custom_id, row in failed.items()} == {
         "image": "unsupported_image_format",
         "model": "model_not_found",
-        "tools": "unsupported_parameter",
+        "functions": "unsupported_parameter",
         "stream": "unsupported_parameter",
         "shape": "invalid_value",
     }

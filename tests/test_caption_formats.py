@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llm.request import Timings, Usage
-from vlm.caption.formats import choose_format, journal_path, schema_fields, write_view
 from vlm.caption.rows import PageRef, Row, RowContext, error_row, page_row
+from vlm.caption.views import doctags
+from vlm.caption.views.formats import choose_format, journal_path, schema_fields, write_view
 
 CONTEXT = RowContext("q" * 32, "caption", "fake", "r" * 32)
 SCHEMA = '{"type":"object","properties":{"total":{"type":"string"},"lines":{"type":"array"}}}'
@@ -104,3 +109,53 @@ def test_a_view_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
 def test_every_line_of_an_answer_stays_in_its_quote(tmp_path: Path, end: str) -> None:
     content = view(tmp_path, "md", [row(f"one{end}## two", count=1)])
     assert content == "## a.pdf\n\n> one\\\n> \\#\\# two\n"
+
+
+TAGS = "<doctag><title>Bill</title><otsl><ched>A<ched>B<nl><fcel>1<fcel>2<nl></otsl></doctag>"
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    doctags._is_installed.cache_clear()
+    yield
+    doctags._is_installed.cache_clear()
+
+
+def test_doctags_are_shown_as_they_are_without_docling_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anew: None
+) -> None:
+    monkeypatch.setattr(doctags, "find_spec", lambda name: None)
+    content = view(tmp_path, "md", [row(TAGS, count=1), row(TAGS, path="b", count=1)])
+    assert content == f"## a.pdf\n\n```\n{TAGS}\n```\n\n## b\n\n```\n{TAGS}\n```\n"
+    (said,) = caplog.messages
+    assert said.endswith("pip install 'vlm-serve[docling]'")
+
+
+def test_what_docling_core_makes_of_a_page_stays_in_its_quote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: None
+) -> None:
+    made = iter(["## Bill\n\n| A |\n|---|\n", "", None])
+
+    def load(pages: list[str], document_name: str) -> SimpleNamespace:
+        assert pages == [TAGS]
+        text = next(made)
+        if text is None:
+            raise ValueError("cut off")
+        return SimpleNamespace(export_to_markdown=lambda: text)
+
+    module = ModuleType("docling_core.types.doc.document")
+    module.DocTagsDocument = SimpleNamespace(from_doctags_and_image_pairs=lambda tags, images: tags)  # type: ignore[attr-defined]
+    module.DoclingDocument = SimpleNamespace(load_from_doctags=load)  # type: ignore[attr-defined]
+    for name in ("docling_core", "docling_core.types", "docling_core.types.doc"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(doctags, "find_spec", lambda name: object())
+    content = view(tmp_path, "md", [row(TAGS, count=1)] * 3)
+    fenced = f"\n```\n{TAGS}\n```\n"
+    assert content == "## a.pdf\n\n> ## Bill\n> \n> | A |\n> |---|\n" + fenced * 2
+
+
+@pytest.mark.skipif(find_spec("docling_core") is None, reason="docling-core is not installed")
+def test_doctags_become_markdown(tmp_path: Path) -> None:
+    content = view(tmp_path, "md", [row(TAGS, count=1)])
+    assert "Bill" in content and "|   A |   B |" in content and "<" not in content

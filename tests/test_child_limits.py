@@ -15,6 +15,7 @@ from llm.constraints.constrain import Grammars
 from preprocess.pages import PageLimits
 from preprocess.types import ImageError
 from vlm.caption.rasterise import PageRenderer
+from workers.children.grammar_process import GrammarProcess
 
 
 @pytest.fixture
@@ -70,7 +71,9 @@ def test_a_page_that_needs_more_memory_than_that_is_refused(tmp_path: Path) -> N
 
 
 def test_a_process_that_compiles_grammars_has_the_memory_it_may_use(children: set[int]) -> None:
-    grammars = Grammars((*(bytes([i]) for i in range(256)), b"</s>"), frozenset({256}), 257)
+    grammars = Grammars(
+        (*(bytes([i]) for i in range(256)), b"</s>"), frozenset({256}), 257, check=GrammarProcess
+    )
     try:
         grammars.compile("regex", "a").result()
         assert memory_limit(children) == 2 << 30

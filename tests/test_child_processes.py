@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 from caption_fakes import pdf
 
+from llm.constraints.grammar import GrammarError, GrammarLimits
 from vlm.api.batches import batch_check
 from vlm.build import engine_command
 from vlm.caption.rasterise import PageRenderer
 from vlm.config import EngineOptions
+from workers.children.child import child_environment
+from workers.children.grammar_process import GrammarProcess
 from workers.contract.stages import StageUnavailable
 from workers.local import preprocess_pool
-from workers.local.children import child_environment
 from workers.local.preprocess_pool import LocalPreprocess
 
 
@@ -25,7 +27,18 @@ from workers.local.preprocess_pool import LocalPreprocess
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stranger's, as a download may be: files named after modules leave a mark when they are run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("json", "numpy", "PIL", "preprocess", "workers", "vlm", "torch", "pypdfium2"):
+    for name in (
+        "json",
+        "numpy",
+        "PIL",
+        "preprocess",
+        "workers",
+        "vlm",
+        "torch",
+        "pypdfium2",
+        "llguidance",
+        "llm",
+    ):
         Path(f"{name}.py").write_text("open('RAN', 'w').close()\nraise RuntimeError('a stranger's code')\n")
     return tmp_path
 
@@ -51,6 +64,17 @@ def test_the_engine_process_starts(folder: Path) -> None:
     command = [*engine_command(EngineOptions()), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=60)
     assert done.returncode == 0 and "--options" in done.stdout
+    assert not Path("RAN").exists()
+
+
+def test_constraints_are_tried(folder: Path) -> None:
+    check = GrammarProcess((*(bytes([i]) for i in range(256)), b"</s>"), frozenset({256}), GrammarLimits())
+    try:
+        check.check("regex", "a")
+        with pytest.raises(GrammarError):
+            check.check("regex", "(a")
+    finally:
+        check.close()
     assert not Path("RAN").exists()
 
 

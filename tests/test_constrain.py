@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from llm.constraints.constrain import Grammars
 from llm.constraints.grammar import Compiler, GrammarError, GrammarLimits, check_text
 from llm.request import Request, RequestError, SamplingParams
+from workers.children.grammar_process import GrammarProcess
 
 WORDS = (b"true", b"false", b"null", b'":', b'", "', b'"}', b"00", "\u00e9".encode(), "\u20ac".encode()[:2])
 BYTES = 0xC0  # ASCII and what may follow in a longer UTF-8 sequence, so that none is a dead end
@@ -34,7 +35,7 @@ OBJECT = '{"type":"object","properties":{"a":{"type":"boolean"}},"required":["a"
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE)
+    made = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, check=GrammarProcess)
     yield made
     made.close()
 
@@ -258,7 +259,7 @@ HOSTILE = {
 
 
 def test_hostile_constraints_fail_alone_while_another_stream_gets_a_token_every_step() -> None:
-    grammars = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE)
+    grammars = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, check=GrammarProcess)
     harness = harness_of(grammars, checks=False, max_running=16)
     refused = set()
     for name, (kind, text) in HOSTILE.items():
@@ -289,22 +290,32 @@ def test_hostile_constraints_fail_alone_while_another_stream_gets_a_token_every_
 
 
 def test_a_compile_that_hangs_is_ended_at_its_deadline_and_the_next_one_works() -> None:
-    grammars = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, GrammarLimits(deadline_s=2.0))
+    checks: list[GrammarProcess] = []
+
+    def check_of(*about: Any) -> GrammarProcess:
+        checks.append(GrammarProcess(*about))
+        return checks[-1]
+
+    limits = GrammarLimits(deadline_s=2.0)
+    grammars = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, limits, check=check_of)
     grammars.compile("regex", "a").result()
-    process = grammars._sandbox._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
+    (check,) = checks
+    child = check.child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
     with pytest.raises(GrammarError, match="too complex"):
         grammars.compile("regex", "b").result()
-    assert process.returncode == -signal.SIGKILL
+    assert child.exit_status == -signal.SIGKILL
     grammars.compile("regex", "c").result()
-    assert grammars._sandbox.num_started == 2
+    assert check.num_started == 2
     grammars.close()
 
 
 def test_compiled_grammars_are_kept_most_recent_first_and_refusals_too() -> None:
-    grammars = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, GrammarLimits(max_cached=2))
+    grammars = Grammars(
+        VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, GrammarLimits(max_cached=2), check=GrammarProcess
+    )
     first = grammars.compile("regex", "a")
     assert grammars.compile("regex", "a") is first  # also while it is being compiled
     with pytest.raises(GrammarError):

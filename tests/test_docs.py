@@ -42,3 +42,12 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     beside = (ROOT / page).parent
     missing = [name for name in named if not ((ROOT / name).exists() or (beside / name).exists())]
     assert not missing
+
+
+def test_error_codes_that_the_page_of_the_api_names_exist() -> None:
+    _, _, errors = (ROOT / "docs/http.md").read_text().partition("## Errors")
+    rows = [line.split("|")[2] for line in errors.splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`([a-z_]+)`", "".join(rows)))
+    packages = ("vlm", "workers", "llm", "preprocess")
+    sources = "".join(path.read_text() for name in packages for path in (ROOT / name).rglob("*.py"))
+    assert len(named) > 20 and not {code for code in named if f'"{code}"' not in sources}

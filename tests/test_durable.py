@@ -14,9 +14,9 @@ import pytest
 
 from vlm.api.batches.batch_store import Batch, BatchStore
 from vlm.api.storage.files import FileStore
-from vlm.caption.formats import write_view
 from vlm.caption.journal import Journal
 from vlm.caption.rows import PageRef, RowContext, error_row
+from vlm.caption.views.formats import write_view
 from vlm.requests.durable import make_folder, sync_folder
 
 

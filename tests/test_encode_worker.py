@@ -194,7 +194,7 @@ def test_an_encode_under_way_may_take_longer_than_its_message_may_wait(
 def test_an_encode_whose_waiters_left_is_given_up_and_costs_no_attempt(
     scene: Scene, encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.cluster.worker.tasks.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("workers.cluster.single_flight.HEARTBEAT_S", 0.02)
     encoder.go.clear()
     with ThreadPoolExecutor(1) as tasks:
         run = tasks.submit(scene.run, a_job())

@@ -17,6 +17,7 @@ from PIL import Image
 from llm.backend.base import Backend, StepItem, StepPlan, VisualSlice
 from llm.backend.native_build import why_unavailable
 from llm.request import Prompt, VisualKey
+from llm.rope_positions import rope_positions
 from preprocess.stage import preprocess
 from vlm.loading import load_backend, load_encoder
 from vlm.prompt import ImagePart, Message
@@ -127,11 +128,11 @@ def test_pixels_and_visual_tokens_equal_transformers(loaded: Loaded, size: tuple
     image = noise(*size, seed=size[0])
     inputs = inputs_of(loaded, [image], "x")
     pixels, rows = visual_rows(loaded, image)
-    theirs = inputs["pixel_values"]
+    theirs = loaded.case.pixels(inputs)
     assert np.abs(pixels - theirs.numpy().reshape(pixels.shape)).max() < 2e-6
     model = reference(loaded.directory).model
-    shapes = {key: inputs[key] for key in ("image_sizes",) if key in inputs}
-    features = model.get_image_features(pixel_values=theirs, **shapes).pooler_output
+    shapes = {key: inputs[key] for key in ("image_sizes", "image_grid_thw") if key in inputs}
+    features = model.get_image_features(pixel_values=inputs["pixel_values"], **shapes).pooler_output
     want = torch.cat(list(features)).reshape(-1, rows.shape[1])
     assert rows.shape == want.shape
     assert float((rows - want).abs().max() / want.std()) <= 1e-4
@@ -155,7 +156,8 @@ def run(
                 offset = span.offset + first - span.start
                 visuals.append(VisualSlice(first - start, rows[span.key][offset : offset + last - first]))
         whole = tuple(s for s in spans if start < s[1] <= end) if backend.whole_spans else ()
-        item = StepItem(prompt.token_ids[start:end], start, table, end - start, tuple(visuals), whole)
+        rope = rope_positions(prompt.spans, start, end)
+        item = StepItem(prompt.token_ids[start:end], start, table, end - start, tuple(visuals), whole, rope)
         out.append(backend.execute(StepPlan((item,))))
         start = end
     return np.concatenate(out)
@@ -202,7 +204,8 @@ def test_greedy_answers_equal_generate(loaded: Loaded) -> None:
     logits = run(backend, prompt, rows, [len(ids)])
     for _ in range(16):
         ids.append(int(logits[-1].argmax()))
-        item = StepItem((ids[-1],), len(ids) - 1, tuple(range(16)), 1)
+        rope = rope_positions(prompt.spans, len(ids) - 1, len(ids))
+        item = StepItem((ids[-1],), len(ids) - 1, tuple(range(16)), 1, rope=rope)
         logits = backend.execute(StepPlan((item,)))
     assert ids[: len(want)] == want
 

@@ -24,6 +24,7 @@ from llm.text.outputs import LeadingSpaces, TextStream
 from vlm.api.app import create_app
 from vlm.build import build_local_pipeline
 from vlm.config import EngineOptions, ServeConfig
+from workers.children.grammar_process import GrammarProcess
 
 SAMPLES = Path(__file__).resolve().parent.parent / "vlm" / "samples"
 BYTES = 0xC0  # ASCII and what may follow in a longer UTF-8 sequence
@@ -35,7 +36,7 @@ CHAT = SamplingParams(drop_leading_space=True)
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(TABLE, frozenset({EOS}), len(TABLE))
+    made = Grammars(TABLE, frozenset({EOS}), len(TABLE), check=GrammarProcess)
     yield made
     made.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import threading
@@ -23,8 +24,10 @@ from workers.cluster.blobs import BlobStore, MemoryBlobStore, open_store
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import TilesJob
 from workers.cluster.redis_client import connect
-from workers.cluster.worker.tasks import Heartbeat, run_tiles_job
+from workers.cluster.single_flight import Judged, Lease, Waiter, Waiters
+from workers.cluster.worker.tasks import run_tiles_job
 from workers.contract.stages import MAX_ATTEMPTS
+from workers.contract.streams import end_tasks
 
 pytestmark = pytest.mark.redis
 
@@ -90,12 +93,14 @@ def test_lease_without_a_heartbeat_ends_and_with_one_lasts(
     ledger: WorkLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers.cluster.ledger, "LEASE_S", 0.4)
-    monkeypatch.setattr("workers.cluster.worker.tasks.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("workers.cluster.single_flight.HEARTBEAT_S", 0.05)
     ledger.look("k", "waiter")
-    ledger.begin("k", "t", 3)
-    with Heartbeat(ledger, "k", "t"):
+    lease = Lease.take(ledger, "k", ("code", "Text."))
+    assert lease is not None
+    with lease:
         time.sleep(0.8)
         assert ledger.look("k", "waiter").running
+    assert ledger.begin("k", "one that dies", 3) == "begun"
     deadline = time.monotonic() + 10
     while ledger.look("k", "waiter").running:
         assert time.monotonic() < deadline
@@ -168,6 +173,104 @@ def test_attempts_end_with_those_who_waited(ledger: WorkLedger) -> None:
     use_up("second")
     ledger.fail("k", "image_processing_failed", "Text.")
     use_up("third")
+
+
+class Scene:
+    """Waiters for one key, the messages they send and the result that they find."""
+
+    def __init__(self, ledger: WorkLedger, redis_url: str) -> None:
+        self.waiters = Waiters(ledger, redis_url)
+        self.sent = 0
+        self.found: str | None = None
+
+    def waiter(self) -> Waiter:
+        waiter = Waiter(self.waiters)
+        waiter.join("k")
+        return waiter
+
+    def advance(self, waiter: Waiter) -> str | None:
+        def send() -> None:
+            self.sent += 1
+
+        return waiter.advance("k", lambda: self.found, send, ("exhausted", "Text."))
+
+
+@pytest.fixture
+def scene(ledger: WorkLedger, redis_url: str) -> Scene:
+    return Scene(ledger, redis_url)
+
+
+def test_waiters_send_one_message_and_another_when_whoever_took_it_up_dies(
+    ledger: WorkLedger, scene: Scene
+) -> None:
+    first, second = scene.waiter(), scene.waiter()
+    for waiter in (first, second, first, second):
+        assert scene.advance(waiter) is None
+    assert scene.sent == 1
+    for attempt in range(MAX_ATTEMPTS):
+        assert ledger.begin("k", "one that dies", MAX_ATTEMPTS) == "begun"
+        assert scene.advance(first) is None and scene.sent == 1 + attempt
+        ledger.end("k", "one that dies", "failed")
+        if attempt + 1 < MAX_ATTEMPTS:
+            assert scene.advance(second) is None and scene.sent == 2 + attempt
+    for waiter in (first, second):
+        with pytest.raises(Judged, match="Text"):
+            scene.advance(waiter)
+    assert scene.advance(second) is None and scene.sent == 1 + MAX_ATTEMPTS  # it waits anew
+
+
+def test_a_result_is_looked_for_once_its_maker_has_ended(ledger: WorkLedger, scene: Scene) -> None:
+    waiter = scene.waiter()
+    scene.advance(waiter)
+    lease = Lease.take(ledger, "k", ("exhausted", "Text."))
+    assert lease is not None and Lease.take(ledger, "k", ("exhausted", "Text.")) is None
+    scene.found = "half of it"
+    assert scene.advance(waiter) is None
+    scene.found = "all of it"
+    lease.end("done")
+    assert scene.advance(waiter) == "all of it" and scene.sent == 1
+
+
+def test_a_message_that_could_not_be_sent_is_sent_by_the_next(ledger: WorkLedger, scene: Scene) -> None:
+    def fail() -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        scene.waiter().advance("k", lambda: None, fail, ("exhausted", "Text."))
+    scene.advance(scene.waiter())
+    assert scene.sent == 1
+
+
+def test_the_last_waiter_to_leave_knows_it_and_one_that_never_asked_is_none(scene: Scene) -> None:
+    waiters = [scene.waiter(), scene.waiter()]
+    for waiter in waiters:
+        scene.advance(waiter)
+    assert not Waiter(scene.waiters).leave_ledger()
+    assert [waiter.leave_ledger() for waiter in waiters] == [False, True]
+
+
+def test_waiters_are_woken_when_the_work_ends(ledger: WorkLedger, scene: Scene) -> None:
+    async def woken() -> None:
+        listener = asyncio.create_task(scene.waiters.listen())
+        waiter, other = scene.waiter(), Waiter(scene.waiters)
+        other.join("another key")
+        try:
+            async with asyncio.timeout(30):
+                while not waiter.woken.is_set():  # the listener may not be connected yet
+                    await asyncio.to_thread(ledger.announce, "k")
+                    await asyncio.sleep(0.02)
+            assert not other.woken.is_set()
+            await waiter.pause()
+            waiter.leave()
+            await asyncio.to_thread(ledger.announce, "k")
+            await asyncio.to_thread(ledger.announce, "another key")
+            async with asyncio.timeout(30):
+                await other.woken.wait()
+            assert not waiter.woken.is_set()
+        finally:
+            await end_tasks(listener)
+
+    asyncio.run(woken())
 
 
 def test_message_delivered_many_times_at_once_is_worked_on_once(ledger: WorkLedger, store: BlobStore) -> None:

@@ -72,7 +72,8 @@ params = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     constraint=st.none() | st.tuples(st.sampled_from(["regex", "json_schema"]), st.text()),
 )
-spans = st.builds(ImageSpan, counts, counts, names.map(VisualKey), counts)
+shapes = st.none() | st.tuples(counts, counts)
+spans = st.builds(ImageSpan, counts, counts, names.map(VisualKey), counts, shapes)
 requests = st.builds(
     Request,
     names,

@@ -14,10 +14,10 @@ from caption_fakes import pdf
 from pdf_files import pdf_of, raw_pdf, stream
 from PIL import Image
 
-from preprocess import pages
 from preprocess.pages import DrawnPage, PageLimits, PdfPages
 from preprocess.types import ImageError
 from vlm.caption.rasterise import PageRenderer
+from workers.children import page_process
 
 HELVETICA = "/Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >>"
 TEXT = "BT /F1 12 Tf 10 50 Td (Total 42.17) Tj ET"
@@ -168,6 +168,6 @@ def test_what_nobody_foresaw_ends_one_file_and_not_its_process(monkeypatch: pyte
     def fail(path: str, limits: PageLimits) -> PdfPages:
         raise OverflowError
 
-    monkeypatch.setattr(pages, "PdfPages", fail)
-    header, payload = pages._answer({"path": "a.pdf", "page": None}, {}, PageLimits())
+    monkeypatch.setattr(page_process, "PdfPages", fail)
+    header, payload = page_process.answer("a.pdf", None, {}, PageLimits())
     assert (header["code"], payload) == ("page_crashed", b"")

@@ -227,7 +227,9 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     """Wall time counts too: a process that sleeps uses no processor time."""
     good = tmp_path / "good.pdf"
     good.write_bytes(pdf([1]))
-    sleeper = [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"]
+    frames = "from workers.children.frames import frames_of_parent as frames"
+    sleep = "with frames(int(sys.argv[-1])) as f: f.send({}); time.sleep(60)"
+    sleeper = [sys.executable, "-c", f"import sys, time; {frames}\n{sleep}"]
     real = rasterise.command
     limits = PageLimits(page_deadline_s=0.5)
 

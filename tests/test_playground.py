@@ -16,7 +16,8 @@ from small_servers import prefix_proxy
 
 from preprocess.stage import PreprocessSpec
 from preprocess.tiling import Idefics3Tiling
-from vlm.api.guard.auth import ApiKey, KeyRing
+from vlm.api.guard.auth import KeyRing
+from vlm.api.guard.keys import ApiKey
 from vlm.config import ServeConfig
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

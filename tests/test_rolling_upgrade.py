@@ -16,6 +16,8 @@ import pytest
 import redis
 from fake_backend import greedy, prompt_of, request_of
 from fake_cluster import FakeNode, FakeReplica
+from hypothesis import given
+from test_messages import requests
 from waiting import until
 
 from llm.request import Delta, Event, Finished, Request
@@ -23,6 +25,8 @@ from workers.cluster.event_stream import stream_name
 from workers.cluster.names import GenerateJob, InboxMessage
 from workers.cluster.redis_client import connect
 from workers.cluster.registry import About
+from workers.contract.messages import request_from_json, request_to_json
+from workers.contract.versions import FIRST_VERSION
 
 pytestmark = pytest.mark.redis
 
@@ -114,6 +118,14 @@ def test_a_replica_of_the_first_version_serves_this_ones_nodes(
             replica.replica.close()
 
     asyncio.run(main())
+
+
+@given(requests)
+def test_the_first_version_gets_of_a_request_what_it_reads(request: Request) -> None:
+    value = request_to_json(request, FIRST_VERSION)
+    assert value["params"].keys() == PARAMS and all(len(span) == 4 for span in value["spans"])
+    again = request_from_json(json.loads(json.dumps(value)))
+    assert again.prompt.token_ids == request.prompt.token_ids and again.params.stop == request.params.stop
 
 
 def test_a_node_of_the_first_version_is_served_by_this_ones_replicas(

@@ -99,7 +99,7 @@ def test_a_wrong_file_is_refused_in_one_line(text: str | bytes, told: str, tmp_p
     file = tmp_path / "vlm.toml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ConfigError, match=told) as refused:
-        serve_command.merged(file, {})
+        serve_command.merged(file, {}, {})
     assert "\n" not in str(refused.value)
 
 
@@ -120,12 +120,15 @@ kv = "int8"
 """
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[ServeConfig, EngineOptions]:
+def started(
+    monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str
+) -> tuple[ServeConfig, EngineOptions]:
     """What `vlm serve` would run with."""
     seen: list[tuple[ServeConfig, EngineOptions]] = []
 
-    def spy(config_file: Path | None, given: dict[str, Any]) -> None:
-        seen.append(serve_command.merged(config_file, given))
+    def spy(config_file: Path | None, given: dict[str, Any], print_config: bool) -> None:
+        config, engine = serve_command.merged(config_file, given, environment)
+        seen.append((config.value, engine.value))
 
     monkeypatch.setattr(serve_command, "serve_command", spy)
     app(["serve", *arguments], standalone_mode=False)

@@ -26,6 +26,7 @@ from vlm.bench.harness.engine_load import Driver, document, image_request
 from vlm.build import build_runner
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec
+from workers.children.grammar_process import GrammarProcess
 
 OPTIONS = EngineOptions(kv_cache_mb=64)
 
@@ -34,7 +35,7 @@ PROMPT = prompt_of([1, 2, 3], ("A", 7), [4, 5, 6, 7])
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE)
+    made = Grammars(VOCABULARY, frozenset({EOS_ID}), VOCAB_SIZE, check=GrammarProcess)
     yield made
     made.close()
 

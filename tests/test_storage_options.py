@@ -57,7 +57,7 @@ def test_ask_answers_from_small_numbers() -> None:
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "vlm.toml"
     file.write_text('[engine]\nweights = "int8"\nkv = "int8"\n')
-    _, options = merged(file, {"weights": "int4"})
+    options = merged(file, {"weights": "int4"}, {})[1].value
     assert (options.weights, options.kv) == ("int4", "int8")
 
 

@@ -21,10 +21,11 @@ from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
 from vlm.spec import BLOCK_SIZE, ModelSpec
+from workers.children.child import module_command
+from workers.children.grammar_process import GrammarProcess
 from workers.cluster.visual_store import VisualFormat
 from workers.contract.engine_client import EngineClient
 from workers.contract.stages import PreprocessStage
-from workers.local.children import module_command
 from workers.local.engine_process import EngineProcess
 from workers.local.engine_runner import EngineRunner
 from workers.local.engine_thread import LocalEngine
@@ -178,6 +179,7 @@ def build_runner(
             tokenizer.vocabulary(),
             tokenizer.eos_ids,
             backend.vocab_size,
+            check=GrammarProcess,
             others={skip: tokenizer.vocabulary(skip_special=skip) for skip in tokenizer.other_ways},
         )
 

@@ -91,9 +91,12 @@ class ServeConfig(Checked):
     drain_s: Annotated[float, Between(0, 7 * 86_400)] = 30.0  # for running answers when the server stops
     variant: Literal["fast", "exact"] = "fast"  # exact: pixels as the checkpoint's own processor makes them
     model_name: str = ""  # id shown to clients; empty: the model directory's name
-    keys_file: str = ""  # TOML with [[keys]] tables, see vlm.api.guard.auth; empty: no authentication
+    keys_file: str = ""  # TOML with [[keys]] tables, read again at SIGHUP; empty: VLM_API_KEYS's
     allow_public: bool = False  # listen on a public address without keys
     requests_per_minute: Rate = 0  # per key; 0 is off; a key's own setting wins
+    tokens_per_minute: Annotated[int, Between(0, 10**9)] = 0  # of prompts and answers, per key; likewise
+    tls_certfile: str = ""  # PEM chain, read again at SIGHUP; empty: plain HTTP
+    tls_keyfile: str = ""  # PEM key; empty: it stands in tls_certfile
     allow_urls: bool = False  # fetch http(s) images on clients' behalf
     fetch_deadline_s: Seconds = 10.0  # to fetch one image
     root_path: RootPath = ""  # path under which a proxy shows this server; it may cut it off or not

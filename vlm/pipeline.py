@@ -34,11 +34,12 @@ from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
 from preprocess.wire import to_bytes
 from vlm.headers import read_header
-from vlm.prompt import ImagePart, Message
+from vlm.prompt import PLAIN, ImagePart, Message, Rendering
 from vlm.spec import ModelSpec
+from vlm.tools.calls import Call
 from workers.contract.engine_client import EngineClient, EngineUnavailable
 from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
-from workers.contract.streams import Answer, gather
+from workers.contract.streams import WholeAnswer, gather
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,13 @@ class ImageInput:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """calls: of an answer; call_id and name: of the call that a message of role "tool" answers."""
+
     role: str
     content: tuple[str | ImageInput, ...]
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,7 @@ class Pipeline:
         *,
         priority: Priority = "interactive",
         namespace: str = "",
+        rendering: Rendering = PLAIN,
     ) -> PreparedRequest:
         """The exact prompt and its cost; nothing is decoded. Raises `ImageError` and `RequestError`."""
         started = time.monotonic()
@@ -160,8 +167,8 @@ class Pipeline:
                 else:
                     images.append(self.plan_image(part, namespace))
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
-            planned.append(Message(message.role, tuple(parts)))
-        prompt = self.spec.prompt_builder.build(planned)
+            planned.append(Message(message.role, tuple(parts), message.calls, message.call_id, message.name))
+        prompt = self.spec.prompt_builder.build(planned, rendering)
         params = replace(self._fit(prompt, params), drop_leading_space=True)
         request = Request(request_id, prompt, params, priority, namespace)
         return PreparedRequest(request, tuple(images), started)
@@ -211,7 +218,7 @@ class Pipeline:
         finally:
             self._leave_flights(request_id)
 
-    async def answer(self, prepared: PreparedRequest) -> Answer:
+    async def answer(self, prepared: PreparedRequest) -> WholeAnswer:
         """Waits for the whole answer. Raises `AnswerFailed` and `EngineUnavailable`."""
         return await gather(self.run(prepared))
 

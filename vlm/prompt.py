@@ -7,15 +7,19 @@ follows from the grids alone, before a pixel is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 from llm.request import ImageSpan, Prompt, RequestError, VisualKey
 from llm.text.chat_template import joined
 from preprocess.types import TileGrid
 from vlm.quoting import Quoting
+from vlm.tools.calls import Call, Tool
+from vlm.tools.forms import CallForm, form_of
+from vlm.tools.spelling import spelled_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,30 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """calls: of an answer; call_id and name: of the call that a message of role "tool" answers."""
+
     role: str
     content: tuple[str | ImagePart, ...]
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a chat is written, besides its messages.
+
+    variables: what the chat template may read, such as `enable_thinking`; begins_answer: the prompt ends
+    where an answer begins; continues_last: it ends where the last message's text does.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    begins_answer: bool = True
+    continues_last: bool = False
+
+
+PLAIN = Rendering()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +64,7 @@ class Rows:
 
     count: int
     first: int
+    shape: tuple[int, int] | None = None  # (rows, columns) of a whole image, where rope tells them apart
 
 
 Piece = str | Rows
@@ -54,7 +81,13 @@ class PromptTokenizer(Protocol):
     def markup(self) -> frozenset[str]: ...
 
     def render(
-        self, messages: list[dict[str, object]], *, add_generation_prompt: bool = True, placeholder: str
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        placeholder: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str: ...
 
 
@@ -108,16 +141,19 @@ class PromptBuilder:
         self._quoting = Quoting((*control, image_format.placeholder))
         self._run_ids = lru_cache(maxsize=4096)(self._encode_run)
 
-    def build(self, messages: Sequence[Message]) -> Prompt:
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How the model writes tool calls."""
+        return form_of(self._tokenizer)
+
+    def build(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> Prompt:
         """Raises `RequestError` for a chat the template refuses or that is too long to look at."""
-        if sum(len(p) for m in messages for p in m.content if isinstance(p, str)) > self._max_chars:
+        if _num_chars(messages, rendering) > self._max_chars:
             raise RequestError(
                 "context_length_exceeded", f"The text is longer than {self._max_chars} characters."
             )
         placeholder = self._format.placeholder
-        rendered = self._tokenizer.render(
-            [self._described(message) for message in messages], placeholder=placeholder
-        )
+        rendered = self._rendered(messages, rendering)
         images = [part for m in messages for part in m.content if isinstance(part, ImagePart)]
         texts = rendered.split(placeholder)
         if len(texts) != len(images) + 1:
@@ -128,7 +164,8 @@ class PromptBuilder:
         spans: list[ImageSpan] = []
         for item in self._runs_and_places(texts, images):
             if isinstance(item, _Place):
-                spans.append(ImageSpan(len(ids), item.rows.count, item.key, item.rows.first))
+                rows = item.rows
+                spans.append(ImageSpan(len(ids), rows.count, item.key, rows.first, rows.shape))
                 ids += [self._format.row_id] * item.rows.count
             else:
                 ids += self._ids(item, starts=not ids)
@@ -169,7 +206,25 @@ class PromptBuilder:
     def _encode_run(self, text: str, starts: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, starts=starts))
 
-    def _described(self, message: Message) -> dict[str, object]:
+    def _rendered(self, messages: Sequence[Message], rendering: Rendering) -> str:
+        described = [self._described(message) for message in messages]
+        tools = [self._quoted(tool.described()) for tool in rendering.tools]
+        uses_tools = bool(tools) or any(m.calls or m.role == "tool" for m in messages)
+        if uses_tools and not self.call_form.is_native:
+            described, tools = spelled_out(described, tools, self.call_form), []
+        placeholder = self._format.placeholder
+        if self._flat:
+            described = [{**item, "content": joined(item["content"], placeholder)} for item in described]
+        rendered = self._tokenizer.render(
+            described,
+            add_generation_prompt=rendering.begins_answer and not rendering.continues_last,
+            placeholder=placeholder,
+            tools=tools or None,
+            variables=self._quoted(rendering.variables),
+        )
+        return _until(rendered, described[-1], placeholder) if rendering.continues_last else rendered
+
+    def _described(self, message: Message) -> dict[str, Any]:
         """The message as templates take it. Raises `RequestError`."""
         content = [
             {"type": "text", "text": self._quoting.quote(part)}
@@ -177,6 +232,38 @@ class PromptBuilder:
             else {"type": "image"}
             for part in message.content
         ]
-        if self._flat:
-            return {"role": message.role, "content": joined(content, self._format.placeholder)}
-        return {"role": message.role, "content": content}
+        described: dict[str, Any] = {"role": message.role, "content": content}
+        if message.calls:
+            described["tool_calls"] = [self._quoted(self.call_form.described(call)) for call in message.calls]
+        if message.call_id is not None:
+            described["tool_call_id"] = self.call_form.call_id(message.call_id)
+        if message.name is not None:
+            described["name"] = self._quoting.quote(message.name)
+        return described
+
+    def _quoted(self, value: Any) -> Any:
+        """A JSON value, each string of it quoted."""
+        if isinstance(value, str):
+            return self._quoting.quote(value)
+        if isinstance(value, Mapping):
+            return {self._quoting.quote(key): self._quoted(inner) for key, inner in value.items()}
+        return [self._quoted(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _num_chars(messages: Sequence[Message], rendering: Rendering) -> int:
+    texts = sum(len(p) for m in messages for p in m.content if isinstance(p, str))
+    calls = sum(len(json.dumps(dict(call.arguments))) for m in messages for call in m.calls)
+    return texts + calls + sum(len(json.dumps(tool.described())) for tool in rendering.tools)
+
+
+def _until(rendered: str, last: Mapping[str, Any], placeholder: str) -> str:
+    """The chat up to where the last message's text ends. Raises `RequestError`."""
+    text = str(joined(last["content"], placeholder))
+    for shown in (text, text.rstrip(), text.strip()):  # templates may trim
+        if shown and (at := rendered.rfind(shown)) >= 0:
+            return rendered[: at + len(shown)]
+    raise RequestError(
+        "invalid_value",
+        "The last message can't be continued: the model's chat template does not show its text as it is.",
+        "continue_final_message",
+    )

@@ -90,6 +90,25 @@ def accepted(cls: type, name: str) -> str:
     return _rules(cls)[name].accepted
 
 
+def from_text(cls: type, name: str, text: str) -> Any:
+    """A setting's value as a variable of the environment writes it; what fits none stays a text, to be
+    refused."""
+    kind = _rules(cls)[name].kind
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.strip().lower(), text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+    return text
+
+
+def is_secret(cls: type, name: str) -> bool:
+    """Whether a setting's value may hold a password."""
+    return _rules(cls)[name].is_secret
+
+
 def bounds(cls: type, name: str) -> Between:
     """Of a numeric setting."""
     (limit,) = (limit for limit in _rules(cls)[name].limits if isinstance(limit, Between))

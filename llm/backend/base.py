@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,8 @@ class StepItem:
     visuals: tuple[VisualSlice, ...] = ()
     whole: tuple[tuple[int, int], ...] = ()
     """Intervals of positions that see each other, later ones too; each ends inside the chunk."""
+    rope: np.ndarray | None = field(default=None, compare=False)
+    """int32 [3, len(token_ids)] of `llm.rope_positions`; None: each position's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class Batch:
     spans: tuple[SequenceSpan, ...]
     logit_rows: Tensor  # int64 [R]
     visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, d_model])
+    rope: Tensor | None = None  # int64 [3, T]; None: `positions` on every axis
 
 
 def rope_table(
@@ -164,7 +165,7 @@ class Decoder:
             x = x * self.config.embedding_scale
         for first, rows in batch.visuals:
             x[first : first + rows.shape[0]] = rows.to(x.device, x.dtype)
-        rotations = [(cos[batch.positions], sin[batch.positions]) for cos, sin in self.rotations]
+        rotations = [(self._turns(cos, batch), self._turns(sin, batch)) for cos, sin in self.rotations]
         padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
         for i, layer in enumerate(self.weights.layers):
@@ -181,6 +182,14 @@ class Decoder:
         if not batch.logit_rows.numel():
             return x.new_empty((0, self.config.vocab_size))
         return F.linear(self._norm(x, self.weights.norm), self.weights.lm_head)
+
+    def _turns(self, table: Tensor, batch: Batch) -> Tensor:
+        """A table's values for every row of the batch, [T, 1, D]."""
+        axes = self.config.rope_axes
+        if batch.rope is None or not axes:
+            return table[batch.positions]
+        index = batch.rope[list(axes * 2)].t()  # both halves of a head turn by the same frequencies
+        return table[index, 0, torch.arange(index.shape[1], device=index.device)][:, None]
 
     def _project(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKv

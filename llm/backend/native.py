@@ -152,7 +152,7 @@ class NativeBackend:
 
     def _run(self, plan: StepPlan, ragged: Ragged, logits: np.ndarray) -> None:
         x = self._embed(plan, ragged)
-        cos, sin = np.ascontiguousarray(self._rotations[:, :, ragged.positions])
+        cos, sin = np.ascontiguousarray(self._turns(ragged))
         pages, page_start = self._pages(ragged)
         needed = self._library.work_floats(ctypes.byref(self._model), len(x))
         if self._work.size < needed:
@@ -175,6 +175,13 @@ class NativeBackend:
             num_items=len(plan.items),
         )
         self._library.execute(ctypes.byref(self._model), ctypes.byref(step))
+
+    def _turns(self, ragged: Ragged) -> np.ndarray:
+        """Cosines and sines of every row, float32 [2, ropes, T, D / 2]."""
+        axes = self.config.rope_axes
+        if ragged.rope is None or not axes:
+            return self._rotations[:, :, ragged.positions]
+        return self._rotations[:, :, ragged.rope[list(axes)].T, np.arange(len(axes))]
 
     def _embed(self, plan: StepPlan, ragged: Ragged) -> np.ndarray:
         """float32 [T, d_model]."""

@@ -42,6 +42,7 @@ class Ragged:
     num_logits: np.ndarray  # int32 [n]
     logit_rows: np.ndarray  # int32 [R]: rows whose logits are wanted, ascending
     visible: np.ndarray | None = None  # int32 [T]: keys that a row sees; None: causal in every row
+    rope: np.ndarray | None = None  # int32 [3, T]: where rope turns a row on each axis; None: at `positions`
 
 
 def flatten(plan: StepPlan, limits: Limits) -> Ragged:
@@ -82,7 +83,18 @@ def flatten(plan: StepPlan, limits: Limits) -> Ragged:
         num_logits=num_logits,
         logit_rows=rows[wanted],
         visible=_visible(items, positions, offsets),
+        rope=_rope(items, positions, offsets),
     )
+
+
+def _rope(items: Sequence[StepItem], positions: np.ndarray, offsets: np.ndarray) -> np.ndarray | None:
+    if all(item.rope is None for item in items):
+        return None
+    rope = np.repeat(positions[None], 3, 0)
+    for item, offset in zip(items, offsets.tolist(), strict=False):
+        if item.rope is not None:
+            rope[:, offset : offset + len(item.token_ids)] = item.rope
+    return rope
 
 
 def _visible(items: Sequence[StepItem], positions: np.ndarray, offsets: np.ndarray) -> np.ndarray | None:
@@ -115,6 +127,11 @@ def _check_item(item: StepItem, limits: Limits) -> None:
     for first, last in item.whole:
         if not (0 <= first < last and item.start < last <= end):
             raise PlanError("an interval seen as a whole ends outside its chunk")
+    if item.rope is not None:
+        if item.rope.shape != (3, count):
+            raise PlanError("rope positions are not three for each token of their chunk")
+        if item.rope.min() < 0 or item.rope.max() >= end:
+            raise PlanError("a rope position lies outside the sequence")
     for visual in item.visuals:
         if visual.start < 0 or visual.start + len(visual.rows) > count:
             raise PlanError("visual rows lie outside their chunk")

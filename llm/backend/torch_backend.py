@@ -72,6 +72,7 @@ class TorchBackend:
             spans=spans,
             logit_rows=on_device(ragged.logit_rows),
             visuals=visuals,
+            rope=None if ragged.rope is None else on_device(ragged.rope),
         )
 
     def _span(self, ragged: Ragged, i: int) -> SequenceSpan:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
@@ -21,9 +22,18 @@ from llm.constraints.grammar import (
     GrammarLimits,
     check_text,
 )
-from llm.constraints.grammar_sandbox import Sandbox
 
 log = logging.getLogger(__name__)
+
+
+class GrammarCheck(Protocol):
+    """Tries a constraint where it can do no harm, before it is compiled here."""
+
+    def check(self, kind: str, text: str) -> None:
+        """Raises GrammarError if it does not compile within the deadline."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +129,8 @@ class _Kept:
 class Grammars:
     """Compiled grammars, most recently used ones kept; refusals are kept too.
 
-    A new text is compiled in a sandbox process under the deadline, then here, both on a thread of its own,
-    where llguidance lets go of the interpreter's lock. `compile` and `start` are for the engine's thread.
+    A new text is tried by a `GrammarCheck` under the deadline, then compiled here, both on a thread of its
+    own, where llguidance lets go of the interpreter's lock. `compile` and `start` are for the engine's.
 
     Whatever a request makes llguidance explore stays with its grammar, and counts for the next ones: after
     `max_uses` requests, or one that met a limit, the grammar is compiled anew.
@@ -133,9 +143,13 @@ class Grammars:
         vocab_size: int,
         limits: GrammarLimits | None = None,
         others: Mapping[bool | None, tuple[bytes, ...]] | None = None,
+        *,
+        check: Callable[[tuple[bytes, ...], frozenset[int], GrammarLimits], GrammarCheck],
     ) -> None:
         """`vocab_size`: columns of the logits. `others`: the vocabulary for requests that say whether special
-        tokens are skipped, where it differs. Raises ValueError without an end token."""
+        tokens are skipped, where it differs. `check`: makes what tries a text first.
+
+        Raises ValueError without an end token."""
         if not eos_ids:
             raise ValueError("constrained decoding needs an end token")
         self._limits = limits or GrammarLimits()
@@ -144,7 +158,7 @@ class Grammars:
         for tokens in self._vocabularies.values():
             spaces[[i for i, token in enumerate(tokens[:vocab_size]) if token.startswith(b" ")]] = True
         self._columns = Columns(vocab_size, tuple(sorted(eos_ids)), spaces)
-        self._sandbox = Sandbox(vocabulary, eos_ids, self._limits)
+        self._check = check(vocabulary, eos_ids, self._limits)
         self._kept: OrderedDict[tuple[str, bytes, bool | None], _Kept] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compilers: dict[bool | None, Compiler] = {}
@@ -185,10 +199,10 @@ class Grammars:
     def close(self) -> None:
         """Waits for the compile under way, at most its deadline."""
         self._pool.shutdown(cancel_futures=True)
-        self._sandbox.close()
+        self._check.close()
 
     def _compile(self, kind: str, text: str, mode: bool | None) -> Compiled:
-        self._sandbox.check(kind, text)
+        self._check.check(kind, text)
         if mode not in self._compilers:
             self._compilers[mode] = Compiler(self._vocabularies[mode], self._columns.eos_ids)
         return self._compilers[mode].compile(kind, text)

@@ -1,6 +1,6 @@
 """Constraints as llguidance grammars: what is refused before compiling, and the compiling itself.
 
-No numpy here: the sandbox process imports this and nothing else.
+No numpy here: the process that tries constraints first imports this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("json_schema", "json_object", "regex", "grammar")
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 # One space at most wherever JSON allows whitespace: some models never stop once they may indent.
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": " ", "lenient": False}
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": " ", "lenient": False}
 
 
 class GrammarError(RequestError):
@@ -106,7 +106,7 @@ def _grammar(kind: str, text: str) -> dict[str, Any]:
     else:
         schema = text if kind == "json_schema" else '{"type": "object"}'
         try:
-            source = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError:
             raise GrammarError("The schema is not understood.") from None
     (grammar,) = json.loads(source)["grammars"]

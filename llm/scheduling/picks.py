@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from llm.backend.base import StepItem, StepPlan, VisualSlice
 from llm.engine_config import EngineConfig
+from llm.rope_positions import rope_positions
 from llm.scheduling.budget import StepBudget
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.visual_wants import VisualFailure, VisualWants
@@ -48,7 +49,8 @@ def _item(pick: Pick) -> StepItem:
         token_ids = tuple(seq.tokens[start:end])
         if end > len(seq.tokens):
             token_ids += seq.draft[: end - len(seq.tokens)]
-    return StepItem(token_ids, start, tuple(seq.table), pick.num_logits, pick.visuals, pick.whole)
+    rope = rope_positions(pick.group.spans, start, end)
+    return StepItem(token_ids, start, tuple(seq.table), pick.num_logits, pick.visuals, pick.whole, rope)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         placeholder: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Messages are {role, content}; content is a string or a list of {"type": "text", "text": ...} and
         {"type": "image"} parts, which templates of text decoders get joined into one string, `placeholder`
-        for each image.
+        for each image. Answers may have `tool_calls`, and results `tool_call_id` and `name`.
+
+        tools: {"type": "function", "function": {name, description, parameters}}; variables: what else the
+        template may read, such as `enable_thinking`.
 
         Raises RequestError when the template refuses the chat or its text grows over the limit.
         """
@@ -115,22 +120,28 @@ class ChatTemplate:
                 {**message, "content": joined(message.get("content"), placeholder)} for message in messages
             ]
         try:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, tools, variables or {})
         except _Refused as error:
             reason = "".join(c for c in str(error) if c.isprintable())[:200]
             raise RequestError("invalid_request", f"The chat template refuses this chat: {reason}") from None
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
             raise RequestError("invalid_request", "The chat template can't render this chat.") from None
 
-    def _render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         pieces, length = [], 0
-        for piece in self._template.generate(
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **self._variables,
-        ):
+        given = {
+            "messages": [dict(message) for message in messages],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        for piece in self._template.generate({**(variables or {}), **self._variables, **given}):
             length += len(piece)
             if length > MAX_RENDERED_CHARS:
                 raise SecurityError("rendered text too long")

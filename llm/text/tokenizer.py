@@ -116,13 +116,19 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         placeholder: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The chat as text, special tokens spelled out; see ChatTemplate.render. Raises ConfigError for
         a checkpoint without a chat template."""
         if self._template is None:
             raise ConfigError("the checkpoint has no chat template")
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, placeholder=placeholder
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            placeholder=placeholder,
+            tools=tools,
+            variables=variables,
         )
 
     def decoder(self, skip_special: bool | None = None) -> IncrementalDecoder:

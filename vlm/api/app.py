@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,10 @@ from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
 from vlm.api.guard.admission import Admission
-from vlm.api.guard.auth import KeyRing, read_keys
+from vlm.api.guard.auth import KeyRing
+from vlm.api.guard.keys import load_keys
 from vlm.api.guard.middleware import PrefixMiddleware, ServiceMiddleware
+from vlm.api.guard.quotas import RATE_LIMIT_HEADERS
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.observe import health
 from vlm.api.observe.metrics import Metrics
@@ -41,9 +44,9 @@ DESCRIPTION = "Questions about images, answered; OpenAI-compatible."
 
 
 def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None = None) -> Service:
-    """Raises ConfigError for a keys file that can't be used."""
+    """Raises ConfigError for keys that can't be used."""
     if keys is None:
-        keys = KeyRing(read_keys(Path(config.keys_file)) if config.keys_file else ())
+        keys = KeyRing(load_keys(config.keys_file, os.environ))
     return Service(
         pipeline=pipeline,
         config=config,
@@ -100,7 +103,7 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # official clients send a dozen of their own, more with each release
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry", *RATE_LIMIT_HEADERS],
             allow_private_network=True,  # a page of the internet, asking a server of this network
         )
     if config.root_path:

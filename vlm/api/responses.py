@@ -58,16 +58,28 @@ class ChoiceLogprobs(Model):
     refusal: list[TokenLogprobOut] | None
 
 
+class CalledFunctionOut(Model):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(Model):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionOut
+
+
 class AssistantMessage(Model):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    tool_calls: list[ToolCallOut] | None = None
 
 
 class Choice(Model):
     index: int
     message: AssistantMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChoiceLogprobs | None
 
 

@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
 import socket
+import ssl
+import threading
 from types import FrameType
 from typing import Any, cast
 
@@ -17,7 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from preprocess.memory import keep_what_is_loaded
 from vlm.api.app import create_app
-from vlm.api.guard.auth import check_exposure
+from vlm.api.guard.auth import KeyRing, check_exposure
+from vlm.api.guard.keys import load_keys
+from vlm.api.guard.tls import load_certificate, tls_context
 from vlm.api.observe.logs import configure
 from vlm.api.service import Service
 from vlm.config import ConfigError, ServeConfig
@@ -89,9 +95,10 @@ class CappedH11(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """First signal: refuse new work, let running answers end within `drain_s`. Second: end at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(config)
         self._service = service
+        self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[Any] | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -106,11 +113,43 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             return
+        self._reload_at_hangup()
         keep_what_is_loaded()
         for server in self.servers:
             for bound in server.sockets:
                 host, port = bound.getsockname()[:2]
-                log.info("listening", extra={"address": f"http://{host}:{port}"})
+                scheme = "http" if self._tls is None else "https"
+                log.info("listening", extra={"address": f"{scheme}://{host}:{port}"})
+
+    def _reload_at_hangup(self) -> None:
+        """SIGHUP reads keys and certificates again; where the terminal was closed, it ends the server as
+        SIGTERM does."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        on_terminal = os.isatty(0)
+
+        def hangup() -> None:
+            if on_terminal and not os.isatty(0):
+                self.handle_exit(signal.SIGHUP, None)
+            else:
+                self.reload()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
+
+    def reload(self) -> None:
+        """Keys and certificates as their files are now, for new requests and connections; if one can't be
+        used it is logged, and the old ones stay."""
+        service = self._service
+        try:
+            keys = load_keys(service.config.keys_file, os.environ)
+            check_exposure(service.config, KeyRing(keys))
+            if self._tls is not None:
+                load_certificate(self._tls, service.config)
+            service.keys.replace(keys)
+        except ConfigError as error:
+            log.error("nothing was reloaded", extra={"reason": str(error)})
+        else:
+            log.info("reloaded", extra={"keys": len(service.keys), "tls": self._tls is not None})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -155,7 +194,11 @@ def make_server(app: FastAPI, config: ServeConfig) -> DrainingServer:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    return DrainingServer(settings, cast(Service, app.state.service))
+    tls = tls_context(config)
+    if tls is not None:
+        settings.load()
+        settings.ssl = tls
+    return DrainingServer(settings, cast(Service, app.state.service), tls)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,7 +11,8 @@ from typing import cast
 from fastapi import Request
 
 from vlm.api.guard.admission import Admission
-from vlm.api.guard.auth import Caller, KeyRing, RateLimiter
+from vlm.api.guard.auth import Caller, KeyRing
+from vlm.api.guard.quotas import Kind, Quotas
 from vlm.api.observe.metrics import Metrics
 from vlm.api.observe.stage_rates import StageRates
 from vlm.api.observe.tracing import NoTraces, Traces
@@ -34,7 +35,7 @@ class Service:
     fetcher: Fetcher
     started_at: int  # Unix time
     rates: StageRates = field(default_factory=StageRates)
-    limiter: RateLimiter = field(default_factory=RateLimiter)
+    quotas: Quotas = field(default_factory=Quotas)
     traces: Traces = field(default_factory=NoTraces)
     body_bytes: int = 0  # of all requests under way
     start_error: BaseException | None = None  # why the pipeline did not start
@@ -46,6 +47,19 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.model_name or self.pipeline.spec.name
+
+    def limits(self, caller: Caller) -> dict[Kind, int]:
+        """A minute; 0 is off. The key's own setting wins over the server's."""
+        key = self.keys.named(caller.name)
+        limits: dict[Kind, int] = {
+            "requests": self.config.requests_per_minute,
+            "tokens": self.config.tokens_per_minute,
+        }
+        if key is not None and key.requests_per_minute >= 0:
+            limits["requests"] = key.requests_per_minute
+        if key is not None and key.tokens_per_minute >= 0:
+            limits["tokens"] = key.tokens_per_minute
+        return limits
 
     @cached_property
     def longest_token_bytes(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 from PIL import Image
 
 from vlm.bench.harness.engine_load import document
-from vlm.bench.harness.load_client import Client, Sample, closed_loop, open_loop
+from vlm.bench.harness.load_client import LoadClient, Sample, closed_loop, open_loop
 from vlm.bench.harness.results import report, result, say
 from vlm.bench.harness.server_process import Served, served
 from vlm.bench.serving.soak import soak
@@ -100,7 +100,7 @@ async def live_latencies(server: Served, stop: asyncio.Event) -> list[float]:
 
 
 async def _alone(server: Served, body: bytes) -> Sample:
-    client = Client(*server.address)
+    client = LoadClient(*server.address)
     try:
         return await client.ask(body)
     finally:
@@ -109,7 +109,7 @@ async def _alone(server: Served, body: bytes) -> Sample:
 
 async def _gap_at_difference(server: Served, body: bytes, text: str) -> float:
     """Log-probability between the two likeliest tokens where `text` leaves the one-at-a-time answer."""
-    client = Client(*server.address)
+    client = LoadClient(*server.address)
     request = json.loads(body) | {"logprobs": True, "top_logprobs": 2, "stream": False}
     del request["stream_options"]
     data = await client.plain(json.dumps(request).encode())

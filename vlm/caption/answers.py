@@ -25,7 +25,7 @@ from vlm.caption.rows import (
 from vlm.cli.names import one_line
 from vlm.pipeline import ChatMessage, Pipeline
 from workers.contract.engine_client import EngineUnavailable
-from workers.contract.streams import Answer, AnswerFailed
+from workers.contract.streams import AnswerFailed, WholeAnswer
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Answerer:
             result.timings,
         )
 
-    async def _attempt(self, work: PageWork) -> Answer | Failed:
+    async def _attempt(self, work: PageWork) -> WholeAnswer | Failed:
         request_id = f"page-{uuid.uuid4().hex}"
         try:
             prepared = self._pipeline.prepare(request_id, work.messages, work.params, priority="batch")

@@ -21,7 +21,6 @@ from preprocess.pages import PageLimits
 from vlm.caption.answers import Answerer, EngineGone, Start
 from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
-from vlm.caption.formats import Format
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.output import STDOUT, Output, opened_output
@@ -30,6 +29,7 @@ from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
+from vlm.caption.views.formats import Format
 from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.names import as_text
 from vlm.config import DEFAULT_MODEL, EngineOptions

@@ -32,8 +32,11 @@ def caption_command(
         Path | None, typer.Option(readable=False, help="JSON schema file; every answer matches it.")
     ] = None,
     form: Annotated[
-        Literal["jsonl", "csv", "md"] | None,
-        typer.Option("--format", help="Default: by the output's suffix, else jsonl."),
+        Literal["jsonl", "csv", "md", "markdown"] | None,
+        typer.Option(
+            "--format",
+            help="Default: by the output's suffix, else jsonl. md, or markdown, turns DocTags into Markdown.",
+        ),
     ] = None,
     model: Model = "default",
     max_tokens: Annotated[
@@ -83,5 +86,6 @@ def caption_command(
     engine = engine_options(model, threads, question, weights=weights, kv=kv)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
+    form = "md" if form == "markdown" else form
     job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)
     run_job(job, lambda: build_served_pipeline(config, engine))

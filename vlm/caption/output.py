@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlm.caption.formats import Format, choose_format, journal_path, write_rows, write_view
 from vlm.caption.journal import Journal, NotAnOutput, OutputBusy
 from vlm.caption.rows import Row, encode
+from vlm.caption.views.formats import Format, choose_format, journal_path, write_rows, write_view
 from vlm.cli.errors import FAILURE, CommandError
 
 STDOUT = "-"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 from dataclasses import asdict
 from typing import Any
 
 from preprocess.pages import DrawnPage, PageLimits
 from preprocess.types import ImageError
-from workers.local.children import child_environment, module_command
+from workers.children.child import ONE_THREAD, Child, module_command
 
 _START_TIMEOUT_S = 60.0
 _MAX_PAGE_BYTES = 256 << 20
@@ -19,7 +20,7 @@ _MAX_PAGE_BYTES = 256 << 20
 
 def command(limits: PageLimits) -> list[str]:
     """The command line of a drawing process."""
-    return [*module_command("preprocess.pages"), json.dumps(asdict(limits))]
+    return [*module_command("workers.children.page_process"), "--limits", json.dumps(asdict(limits))]
 
 
 class _Crashed(Exception):
@@ -28,72 +29,49 @@ class _Crashed(Exception):
         self.out_of_time = out_of_time
 
 
-class _Worker:
+class _Drawer:
     """One child process; asked one thing at a time."""
 
     def __init__(self, limits: PageLimits) -> None:
         self._limits = limits
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self.path = ""  # the document it holds open
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *command(self._limits),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 22,
-            process_group=0,  # Ctrl-C would reach it before it ignores it
-            env=child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
-        )
-        self._process = process
-        assert process.stdout
-        if not await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S):
-            raise _Crashed(out_of_time=False)
-        return process
+    async def _start(self) -> Child:
+        self._child = Child(command(self._limits), is_quiet=True, environment=ONE_THREAD)
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await self._child.receive()
+        return self._child
 
     async def ask(self, path: str, page: int | None) -> tuple[dict[str, Any], bytes]:
         """Raises `_Crashed` when the process died or was too slow; the next call starts another one."""
         try:
-            process = self._process or await self._start()
+            child = self._child or await self._start()
             self.path = path
             async with asyncio.timeout(self._limits.page_deadline_s):
-                return await self._exchange(process, {"path": path, "page": page})
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, json.JSONDecodeError) as error:
+                await child.send({"page": page}, os.fsencode(path))
+                header, payload = await child.receive(_MAX_PAGE_BYTES)
+                return header, bytes(payload)
+        except (TimeoutError, ConnectionError, EOFError, ValueError) as error:
             out_of_time = isinstance(error, TimeoutError) or await self._died_of_time()
             await self.close()
             raise _Crashed(out_of_time) from None
-        except BaseException:  # cancelled in the middle of an exchange: the pipe is out of step
+        except BaseException:  # cancelled in the middle of an exchange: the socket is out of step
             await self.close()
             raise
 
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, request: dict[str, Any]
-    ) -> tuple[dict[str, Any], bytes]:
-        assert process.stdin and process.stdout
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        await process.stdin.drain()
-        line = await process.stdout.readline()
-        header: dict[str, Any] = json.loads(line)
-        size = header.get("bytes", 0)
-        if size > _MAX_PAGE_BYTES:
-            raise ConnectionError
-        return header, await process.stdout.readexactly(size)
-
     async def _died_of_time(self) -> bool:
-        if self._process is None:
+        if self._child is None:
             return False
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._process.wait(), 1.0) == -signal.SIGPROF
+            async with asyncio.timeout(1.0):
+                return await self._child.ended() == -signal.SIGXCPU
         return False
 
     async def close(self) -> None:
-        process, self._process, self.path = self._process, None, ""
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        child, self._child, self.path = self._child, None, ""
+        if child is not None:
+            await child.end()
 
 
 class PageRenderer:
@@ -101,7 +79,7 @@ class PageRenderer:
 
     def __init__(self, limits: PageLimits | None = None, num_processes: int = 1) -> None:
         self.limits = limits or PageLimits()
-        self._idle = [_Worker(self.limits) for _ in range(num_processes)]
+        self._idle = [_Drawer(self.limits) for _ in range(num_processes)]
         self._free = asyncio.Semaphore(num_processes)
 
     async def count(self, path: str) -> int:

@@ -224,27 +224,40 @@ def serve(
         Path | None,
         typer.Option(
             readable=False,
-            help=f"TOML file with [serve] and [engine] tables; options given here win. {SETTINGS}",
+            help="TOML file with [serve] and [engine] tables. VLM_* variables win over it (VLM_PORT, "
+            f"VLM_KV_CACHE_MB), options over both. {SETTINGS}",
         ),
     ] = None,
+    keys_file: Annotated[
+        str, typer.Option(help="TOML file with [[keys]] tables of name and sha256; read again at SIGHUP.")
+    ] = SERVE.keys_file,
+    tls_certfile: Annotated[
+        str, typer.Option(help="PEM certificate chain: serve HTTPS; read again at SIGHUP.")
+    ] = SERVE.tls_certfile,
+    tls_keyfile: Annotated[
+        str, typer.Option(help="PEM key of the certificate, where it is a file of its own.")
+    ] = SERVE.tls_keyfile,
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     allow_public: Annotated[
         bool,
-        typer.Option(
-            "--allow-public/--no-allow-public", help="Listen beyond this machine although no keys are set."
-        ),
+        typer.Option("--allow-public/--no-allow-public", help="Listen beyond this machine without keys."),
     ] = SERVE.allow_public,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print the settings and where they come from; then exit."),
+    ] = False,
 ) -> None:
     """Serve the OpenAI-compatible API and the playground.
 
     Example: vlm serve --port 8000
+    Example: VLM_API_KEYS=my-secret-key vlm serve --host 0.0.0.0
     """
     from vlm.cli.serve_command import serve_command
 
-    serve_command(config, given_options(context))
+    serve_command(config, given_options(context), print_config)
 
 
 def main() -> None:

@@ -33,9 +33,10 @@ class PlainFormat:
     row_id: int
     geometry: VisionGeometry
     placeholder: str = "<image>"
+    shaped: bool = False  # rope tells rows and columns apart
 
     def pieces(self, grid: TileGrid, index: int, total: int) -> Sequence[Piece]:
-        return (Rows(self.geometry.rows(grid), 0),)
+        return (Rows(self.geometry.rows(grid), 0, self.geometry.cells(grid) if self.shaped else None),)
 
 
 def siglip_tower(vision: Json) -> TowerConfig:

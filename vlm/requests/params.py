@@ -14,7 +14,7 @@ _CONSTRAINTS = (
     *("structured_outputs", "json_schema", "grammar"),
 )
 _UNSUPPORTED = (
-    *("tools", "functions", "audio", "web_search_options"),
+    *("functions", "audio", "web_search_options"),
     *("min_tokens", "stop_token_ids", "bad_words", "chat_template", "continue_final_message"),
     *_CONSTRAINTS,
 )
@@ -25,10 +25,14 @@ def check_supported(body: ChatRequest) -> None:
     for name in _UNSUPPORTED:
         if getattr(body, name) not in (None, [], {}, False, ""):
             instead = " Use 'response_format'." if name in _CONSTRAINTS else ""
+            instead = " Use 'tools'." if name == "functions" else instead
             raise invalid("unsupported_parameter", f"This server does not support '{name}'.{instead}", name)
-    for name in ("tool_choice", "function_call"):
-        if getattr(body, name) not in (None, "none", "auto"):
-            raise invalid("unsupported_parameter", f"This server does not support '{name}'.", name)
+    if body.function_call not in (None, "none", "auto"):
+        raise invalid(
+            "unsupported_parameter",
+            "This server does not support 'function_call'. Use 'tool_choice'.",
+            "function_call",
+        )
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise invalid("unsupported_parameter", "'best_of' above 'n' is not supported; use 'n'.", "best_of")
     if body.modalities and body.modalities != ["text"]:

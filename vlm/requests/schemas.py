@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
 
 from preprocess.types import Detail
+from vlm.requests.tool_schemas import MAX_TOOLS, Lenient, ToolCallIn, ToolIn
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_STOP_CHARS = 256
 MAX_STOPS = 4
 MAX_SCHEMA_CHARS = 100_000
-
-
-class Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class ImageUrl(Lenient):
@@ -53,9 +50,10 @@ Content = Annotated[
 
 
 class ChatMessageIn(Lenient):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    tool_calls: list[JsonValue] | None = Field(None, description="Not supported.")
+    tool_calls: list[ToolCallIn] | None = Field(None, max_length=MAX_TOOLS, description="Of an answer.")
+    tool_call_id: str | None = Field(None, max_length=256, description="Of the call that role tool answers.")
 
 
 class StreamOptions(Lenient):
@@ -128,8 +126,11 @@ class ChatRequest(Lenient):
     deadline_s: float | None = Field(
         None, gt=0, le=86400, description="Extension: refuse at once what can't be answered in time."
     )
-    tools: JsonValue = Field(None, description="Not supported: refused unless empty.")
-    tool_choice: JsonValue = Field(None, description="Not supported: only none and auto.")
+    tools: list[ToolIn] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: JsonValue = Field(
+        None, description="none, auto, required, a named function or allowed_tools; default auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
     functions: JsonValue = Field(None, description="Not supported: refused unless empty.")
     function_call: JsonValue = Field(None, description="Not supported: only none and auto.")
     audio: JsonValue = Field(None, description="Not supported.")

@@ -33,7 +33,7 @@ MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
 _REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "params", "priority", "namespace"}
-# The first version refuses a request with a parameter that it does not know.
+# The first version refuses a request with a parameter that it does not know, or with more of a span.
 _FIRST_PARAMS = {
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "beam_width", "stop",
@@ -60,15 +60,17 @@ def frame_sizes(header: bytes) -> tuple[int, int]:
 
 
 def request_to_json(request: Request, reader_version: int = MESSAGE_VERSION) -> dict[str, Any]:
-    """A reader of the first version gets the parameters that it knows, and answers as it always did."""
+    """A reader of the first version gets what it knows, and answers as it always did."""
     prompt, params = request.prompt, asdict(request.params)
+    spans = [[s.start, s.length, s.key, s.offset, s.shape] for s in prompt.spans]
     if reader_version == FIRST_VERSION:
         params = {name: value for name, value in params.items() if name in _FIRST_PARAMS}
+        spans = [span[:4] for span in spans]
     return {
         "version": MESSAGE_VERSION,
         "id": request.id,
         "token_ids": list(prompt.token_ids),
-        "spans": [[s.start, s.length, s.key, s.offset] for s in prompt.spans],
+        "spans": spans,
         "params": params,
         "priority": request.priority,
         "namespace": request.namespace,
@@ -92,14 +94,22 @@ def _request(value: dict[str, Any]) -> Request:
     if params.get("constraint") is not None:
         kind, text = params["constraint"]
         params["constraint"] = (kind, text)
-    spans = tuple(ImageSpan(start, n, VisualKey(key), offset) for start, n, key, offset, *_ in value["spans"])
     return Request(
         id=value["id"],
-        prompt=Prompt(tuple(value["token_ids"]), spans),
+        prompt=Prompt(tuple(value["token_ids"]), tuple(_span(*span) for span in value["spans"])),
         params=SamplingParams(**params),
         priority=value.get("priority", "interactive"),
         namespace=value["namespace"],
     )
+
+
+def _span(
+    start: int, length: int, key: str, offset: int, shape: list[int] | None = None, *_: object
+) -> ImageSpan:
+    if shape is None:
+        return ImageSpan(start, length, VisualKey(key), offset)
+    rows, cols = shape
+    return ImageSpan(start, length, VisualKey(key), offset, (rows, cols))
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

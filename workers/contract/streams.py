@@ -29,7 +29,7 @@ class AnswerChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WholeAnswer:
     """All that a request was answered. `choices`: by their number."""
 
     choices: tuple[AnswerChoice, ...]
@@ -50,7 +50,7 @@ class AnswerFailed(Exception):
         self.failure = failure
 
 
-async def gather(events: AsyncGenerator[Event, None]) -> Answer:
+async def gather(events: AsyncGenerator[Event, None]) -> WholeAnswer:
     """Reads a request's events to the last one. Raises `AnswerFailed`, and what reading them raises."""
     choices: defaultdict[int, AnswerChoice] = defaultdict(AnswerChoice)
     async with contextlib.aclosing(events):
@@ -63,7 +63,7 @@ async def gather(events: AsyncGenerator[Event, None]) -> Answer:
                     choices[event.choice].finish_reason = event.reason
                     if usage is not None:
                         ordered = tuple(choices[index] for index in sorted(choices))
-                        return Answer(ordered, usage, event.timings or Timings())
+                        return WholeAnswer(ordered, usage, event.timings or Timings())
                 case Failed():
                     raise AnswerFailed(event)
     raise AnswerFailed(Failed("", *ENGINE_DIED))

@@ -19,9 +19,9 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
+from workers.children.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.local.background import Background
-from workers.local.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 
 
 def serve(connection: socket.socket, background: Background) -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     background = Background()
     prepare()
-    limit_memory(options.memory_bytes)
+    limit_memory(spare_bytes=options.memory_bytes)
     try:
         with socket.socket(fileno=options.fd) as connection:
             serve(connection, background)

@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
+from workers.children.child import child_environment
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
 from workers.contract.faults import UNREADABLE
 from workers.contract.loops import keep_going
@@ -35,7 +36,6 @@ from workers.contract.messages import (
 )
 from workers.contract.streams import StreamTable, end_tasks
 from workers.contract.versions import note_dropped
-from workers.local.children import child_environment
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
 

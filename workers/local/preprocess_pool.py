@@ -18,6 +18,7 @@ from preprocess.probe import open_header
 from preprocess.stage import PreprocessSpec
 from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
+from workers.children.child import child_environment, module_command
 from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.contract.stages import (
     MAX_ATTEMPTS,
@@ -30,7 +31,6 @@ from workers.contract.stages import (
     unreachable,
 )
 from workers.contract.turns import Turns
-from workers.local.children import child_environment, module_command
 
 log = logging.getLogger(__name__)
 

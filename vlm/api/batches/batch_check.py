@@ -1,22 +1,22 @@
 """Checks a batch's input and writes down where its rows lie, so that nothing reads a row before its turn.
 
-`python -m vlm.api.batches.batch_check INPUT ENDPOINT INDEX MAX_ROWS` is how a large file is checked: in a
-process of its own, at low priority, as parsing holds the interpreter's lock that answers need.
+`python -m vlm.api.batches.batch_check INPUT ENDPOINT INDEX MAX_ROWS --fd N` is how a large file is checked:
+in a process of its own, at low priority, as parsing holds the interpreter's lock that answers need.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vlm.requests.lines import BadLine, parse_line, placed_lines
-from workers.local.children import child_environment, module_command
+from workers.children.child import Child, module_command
+from workers.children.frames import frames_of_parent
 
 MAX_ROWS = 50_000
 MAX_REPORTED_ERRORS = 100
@@ -51,23 +51,16 @@ async def check(path: Path, endpoint: str, index: Path) -> tuple[int, list[LineE
     if path.stat().st_size < LARGE_BYTES:
         return await asyncio.to_thread(validate, path, endpoint, index)
     for _ in range(_ATTEMPTS):
-        process = await asyncio.create_subprocess_exec(
-            *(*module_command(_MODULE), str(path), endpoint, str(index), str(MAX_ROWS)),
-            env=child_environment(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        child = Child([*module_command(_MODULE), str(path), endpoint, str(index), str(MAX_ROWS)])
         try:
-            told, _ = await process.communicate()
+            found, _ = await child.receive()
+        except (EOFError, ConnectionError):
+            continue
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        if process.returncode == 0:
-            found = json.loads(told)
-            if found["os_error"]:
-                raise OSError(*found["os_error"])
-            return found["total"], [LineError(**error) for error in found["errors"]]
+            await child.end()
+        if found["os_error"]:
+            raise OSError(*found["os_error"])
+        return found["total"], [LineError(**error) for error in found["errors"]]
     raise RuntimeError("the process that checks batches died")
 
 
@@ -132,16 +125,23 @@ def all_places(index: Path) -> Iterator[Place]:
 
 
 def main() -> None:
-    path, endpoint, index, max_rows = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path)
+    parser.add_argument("endpoint")
+    parser.add_argument("index", type=Path)
+    parser.add_argument("max_rows", type=int)
+    parser.add_argument("--fd", type=int, required=True)
+    options = parser.parse_args()
     os.nice(_NICENESS)
     total = 0
     errors: list[LineError] = []
     os_error: list[object] | None = None
     try:
-        total, errors = validate(Path(path), endpoint, Path(index), int(max_rows))
+        total, errors = validate(options.path, options.endpoint, options.index, options.max_rows)
     except OSError as error:
         os_error = [error.errno, error.strerror]
-    print(json.dumps({"total": total, "errors": list(map(asdict, errors)), "os_error": os_error}))
+    with frames_of_parent(options.fd) as frames:
+        frames.send({"total": total, "errors": list(map(asdict, errors)), "os_error": os_error})
 
 
 if __name__ == "__main__":

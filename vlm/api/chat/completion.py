@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from llm.request import Delta, Timings, TokenLogprob, Usage
+from llm.request import Timings, TokenLogprob, Usage
 from llm.text.outputs import LeadingSpaces, without_spaces
 from vlm.api.chat.generate import Generation
+from vlm.api.chat.pieces import Piece, pieces
 from vlm.requests.errors import ApiError, error_body
-from workers.contract.streams import gather
+from vlm.tools.parser import Arguments, CallBegun, Part, Text
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -74,6 +75,33 @@ class LogprobsWriter:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
 
+@dataclass
+class _Choice:
+    writer: LogprobsWriter
+    texts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+    def add(self, part: Part) -> None:
+        match part:
+            case Text(text=text):
+                self.texts.append(text)
+            case CallBegun():
+                self.calls.append(call_json(part))
+            case Arguments(index=index, text=text):
+                self.calls[index]["function"]["arguments"] += text
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self.texts)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return {**message, "content": content or None, "tool_calls": self.calls} if self.calls else message
+
+
+def call_json(call: CallBegun) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+
+
 def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any]:
     service = generation.service
     return {
@@ -89,25 +117,30 @@ def _head(generation: Generation, kind: str, service_tier: str) -> dict[str, Any
 async def completion(generation: Generation, service_tier: str = "default") -> dict[str, Any]:
     """Reads a generation to its end. Raises ApiError."""
     wants_logprobs = generation.prepared.request.params.logprobs is not None
-    answer = await gather(generation.events())
+    choices = [_Choice(LogprobsWriter(generation)) for _ in range(generation.num_choices)]
+    async with contextlib.aclosing(pieces(generation)) as answer:
+        async for piece in answer:
+            choice = choices[piece.choice]
+            if isinstance(piece, Piece):
+                for part in piece.parts:
+                    choice.add(part)
+                choice.logprobs += choice.writer.json(piece.logprobs)
+            else:
+                choice.finish_reason = piece.reason
+    assert generation.usage is not None and generation.timings is not None  # `events` ends with it or raises
     return {
         **_head(generation, "chat.completion", service_tier),
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": choice.message(),
                 "finish_reason": choice.finish_reason,
-                "logprobs": {
-                    "content": LogprobsWriter(generation).json(choice.logprobs),
-                    "refusal": None,
-                }
-                if wants_logprobs
-                else None,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if wants_logprobs else None,
             }
-            for index, choice in enumerate(answer.choices)
+            for index, choice in enumerate(choices)
         ],
-        "usage": usage_json(answer.usage),
-        "timings": timings_json(answer.timings),
+        "usage": usage_json(generation.usage),
+        "timings": timings_json(generation.timings),
     }
 
 
@@ -137,22 +170,34 @@ async def chunks(
         return sse({**head, "choices": [choice], **(beside or {})})
 
     begun = False
-    async with contextlib.aclosing(generation.events()) as events:
-        async for event in events:
+    async with contextlib.aclosing(pieces(generation)) as answer:
+        async for piece in answer:
             if not begun:
                 begun = True
                 for index in range(generation.num_choices):
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-            if isinstance(event, Delta):
-                if event.text or event.logprobs:
-                    logprobs = {"content": writers[event.choice].json(event.logprobs), "refusal": None}
-                    yield chunk(
-                        event.choice, {"content": event.text}, logprobs=logprobs if wants_logprobs else None
-                    )
+            if isinstance(piece, Piece):
+                logprobs = {"content": writers[piece.choice].json(piece.logprobs), "refusal": None}
+                deltas = [_delta(part) for part in piece.parts]
+                if not deltas and piece.logprobs:
+                    deltas = [{"content": ""}]
+                for number, delta in enumerate(deltas):
+                    told = logprobs if wants_logprobs and number == 0 else None
+                    yield chunk(piece.choice, delta, logprobs=told)
             else:
                 # the last choice's finish chunk tells the timings too
-                timings = {"timings": timings_json(event.timings)} if event.timings else {}
-                yield chunk(event.choice, {}, timings, finish_reason=event.reason)
+                timings = {"timings": timings_json(piece.timings)} if piece.timings else {}
+                yield chunk(piece.choice, {}, timings, finish_reason=piece.reason)
     if include_usage and generation.usage is not None:
         yield sse({**head, "choices": [], "usage": usage_json(generation.usage)})
     yield DONE
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text=text):
+            return {"content": text}
+        case CallBegun(index=index):
+            return {"tool_calls": [{"index": index, **call_json(part)}]}
+        case Arguments(index=index, text=text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -15,9 +15,12 @@ from preprocess.types import Detail, ImageError
 from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
 from vlm.pipeline import ChatMessage, ImageInput, PreparedRequest
+from vlm.prompt import PLAIN, Rendering
 from vlm.requests.errors import from_exception, invalid
 from vlm.requests.media import Inline, Remote, Source, Stored, check_base64_size, decode_base64, parse_url
 from vlm.requests.schemas import ChatMessageIn, ContentPart, ImageUrl
+from vlm.requests.tool_params import answered_call, calls_of
+from vlm.tools.calls import Call
 
 SUPPORTED_PARTS = "Content parts are of type text or image_url."
 
@@ -31,30 +34,38 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class DraftMessage:
+    """calls, call_id, name: as in `vlm.pipeline.ChatMessage`."""
+
     role: str
     content: tuple[str | ImageRef, ...]
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
 
 
 def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMessage]:
     """Checks every part. Raises ApiError 400 with the part's place as `param`."""
     drafts: list[DraftMessage] = []
     num_images = 0
+    earlier: list[Call] = []
     for i, message in enumerate(messages):
-        if message.tool_calls:
-            raise invalid(
-                "unsupported_parameter", "This server does not support tools.", f"messages[{i}].tool_calls"
-            )
+        place = f"messages[{i}]"
         role = "system" if message.role == "developer" else message.role
+        calls = calls_of(message, place)
+        earlier += calls
+        answered = answered_call(message, earlier, place) if role == "tool" else None
+        beside = (calls, answered.id, answered.name) if answered else (calls,)
         content = message.content
-        if content is None or isinstance(content, str) or (role == "assistant" and not content):
-            drafts.append(DraftMessage(role, (str(content or ""),)))  # an answer may have been empty
+        if content is None or isinstance(content, str) or (role in ("assistant", "tool") and not content):
+            # an answer may have been empty
+            drafts.append(DraftMessage(role, (str(content or ""),), *beside))
             continue
         if not content:
-            place = f"messages[{i}].content"
+            place = f"{place}.content"
             raise invalid("invalid_value", f"Invalid value for '{place}': the list of parts is empty.", place)
         parts: list[str | ImageRef] = []
         for j, part in enumerate(content):
-            parsed = _part(service, part, f"messages[{i}].content[{j}]")
+            parsed = _part(service, part, f"{place}.content[{j}]")
             parts.append(parsed)
             num_images += isinstance(parsed, ImageRef)
             if num_images > service.config.max_images_per_request:
@@ -63,7 +74,7 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
                     f"At most {service.config.max_images_per_request} images are accepted, history included.",
                     "messages",
                 )
-        drafts.append(DraftMessage(role, tuple(parts)))
+        drafts.append(DraftMessage(role, tuple(parts), *beside))
     if not any(part for message in drafts for part in message.content):
         raise invalid("invalid_value", "The messages hold no text and no image.", "messages")
     return drafts
@@ -136,6 +147,7 @@ async def prepare(
     messages: Sequence[ChatMessageIn],
     params: SamplingParams,
     priority: Priority = "interactive",
+    rendering: Rendering = PLAIN,
 ) -> PreparedRequest:
     """Header probe, tiling rule, prompt: the exact cost, with nothing decoded. Raises ApiError."""
     drafts = draft(service, messages)
@@ -153,13 +165,21 @@ async def prepare(
             ChatMessage(
                 message.role,
                 tuple(part if isinstance(part, str) else inputs[part.param] for part in message.content),
+                message.calls,
+                message.call_id,
+                message.name,
             )
             for message in drafts
         ]
         try:
             _check_text(service, drafts, [image for _, image in images])
             prepared = service.pipeline.prepare(
-                request_id, chat, params, priority=priority, namespace=caller.namespace
+                request_id,
+                chat,
+                params,
+                priority=priority,
+                namespace=caller.namespace,
+                rendering=rendering,
             )
         except ImageError:
             _blame(service, images)

@@ -7,28 +7,44 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from llm.request import Delta, Failed, Finished, Timings, Usage, WantVisual
+from llm.request import (
+    Delta,
+    Failed,
+    Finished,
+    RequestError,
+    SamplingParams,
+    Timings,
+    Usage,
+    WantVisual,
+)
 from preprocess.limits import BYTES_PER_PIXEL
 from vlm.api.chat.convert import image_params, prepare
 from vlm.api.guard.admission import Ticket
 from vlm.api.guard.auth import Caller
+from vlm.api.observe.logs import note
 from vlm.api.service import Service
 from vlm.pipeline import ImageFailed, PreparedRequest
+from vlm.prompt import Rendering
 from vlm.requests.errors import ApiError, from_code, from_exception
 from vlm.requests.params import check_model, check_supported, priority, sampling_params
 from vlm.requests.schemas import ChatRequest
+from vlm.requests.tool_params import tool_use
+from vlm.tools.calls import ToolUse
+from vlm.tools.grammar import answer_term, grammar
 
 
 @dataclass(eq=False)
 class Generation:
     service: Service
+    caller: Caller
     prepared: PreparedRequest
     ticket: Ticket
     deadline_s: float  # from the request's arrival
     headers: Mapping[str, str] = field(default_factory=dict)
     image_params: tuple[str, ...] = ()  # where the images stand in the request, in their order
+    tool_use: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage | None = None
     timings: Timings | None = None
@@ -72,7 +88,8 @@ class Generation:
                         case ImageFailed(code=code, message=message, image=image):
                             raise from_code(code, message, self.image_params[image])
                         case Failed(code=code, message=message, param=param):
-                            raise from_code(code, message, param)
+                            is_tools = self.tool_use is not None and param == "response_format"
+                            raise from_code(code, message, "tools" if is_tools else param)
                         case WantVisual():
                             pass
             if self.usage is None:
@@ -94,10 +111,19 @@ class Generation:
             return
         self.usage, self.timings = event.usage, event.timings
         self.service.metrics.answered(event.usage, event.timings)
+        self._account(event.usage)
         self.service.metrics.e2e.observe(elapsed_s)
         self.service.traces.request(self.id, self.headers, event.usage, event.timings)
         if event.timings:
             self.service.rates.learn(self.prepared, event.usage, event.timings)
+
+    def _account(self, usage: Usage) -> None:
+        name, limits = self.caller.name, self.service.limits(self.caller)
+        self.service.quotas.spend_tokens(
+            name, limits["tokens"], usage.prompt_tokens + usage.completion_tokens
+        )
+        self.service.metrics.spent(name, usage)
+        note(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
 
     def close(self) -> None:
         """Gives the place back. May be called more than once."""
@@ -110,11 +136,21 @@ async def admit(
     """Everything that can be refused before work begins. Raises ApiError."""
     check_model(body.model, service.model_name)
     check_supported(body)
+    use = tool_use(body)
     params = sampling_params(body, service.config)
+    if use is not None:
+        params = _with_calls(service, params, use)
     ready = service.pipeline.engine.ready
     service.admission.check_open(ready)
+    service.quotas.check_tokens(caller.name, service.limits(caller)["tokens"])
     prepared = await prepare(
-        service, caller, f"chatcmpl-{uuid.uuid4().hex}", body.messages, params, priority(body)
+        service,
+        caller,
+        f"chatcmpl-{uuid.uuid4().hex}",
+        body.messages,
+        params,
+        priority(body),
+        rendering(body),
     )
     deadline_s = min(body.deadline_s or service.config.request_deadline_s, service.config.request_deadline_s)
     unique = {image.key: image for image in prepared.images}.values()
@@ -125,4 +161,22 @@ async def admit(
         decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
     )
     places = image_params(body.messages)
-    return Generation(service, prepared, ticket, deadline_s, headers or {}, places)
+    return Generation(service, caller, prepared, ticket, deadline_s, headers or {}, places, use)
+
+
+def rendering(body: ChatRequest) -> Rendering:
+    """How the chat is written. Raises ApiError 400."""
+    use = tool_use(body)
+    return Rendering(use.tools if use else ())
+
+
+def _with_calls(service: Service, params: SamplingParams, use: ToolUse) -> SamplingParams:
+    """Constrained to text, or what the request's format describes, or calls. Raises ApiError 400."""
+    form = service.pipeline.spec.prompt_builder.call_form
+    try:
+        answer = None if use.must_call else answer_term(params.constraint)
+        skipped = None if form.specials else params.skip_special_tokens  # a call's own add no text
+        constraint = ("grammar", grammar(use, form, answer))
+        return replace(params, constraint=constraint, skip_special_tokens=skipped)
+    except RequestError as error:
+        raise from_exception(error) from None

@@ -1,37 +1,17 @@
-"""Who calls: bearer keys, kept as hashes, with a namespace and a rate limit each.
-
-The keys file is TOML:
-
-    [[keys]]
-    name = "reports"
-    sha256 = "..."            # of the key itself: printf %s KEY | sha256sum
-    namespace = "reports"     # images, files and caches are shared within it; default: the name
-    requests_per_minute = 60  # 0 is off; default: the server's setting
-"""
+"""Who calls, by key; and that nothing listens to the world without keys."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
-import re
-import time
-import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from vlm.api.guard.keys import ENVIRONMENT, ApiKey
 from vlm.config import ConfigError, ServeConfig
 from vlm.requests.errors import ApiError
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    name: str
-    sha256: str
-    namespace: str = ""
-    requests_per_minute: int = -1  # -1: the server's setting
+KEY_HEADERS = ("x-api-key", "api-key")  # as Anthropic's and Azure's clients send it, beside Authorization
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,89 +20,47 @@ class Caller:
     namespace: str = ""
 
 
-def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Raises ConfigError for a file that is missing, malformed or empty."""
-    try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"can't read the keys file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise ConfigError("the keys file is not valid TOML") from None
-    rows = table.get("keys")
-    if set(table) != {"keys"} or not isinstance(rows, list) or not rows:
-        raise ConfigError("the keys file must hold [[keys]] tables and nothing else")
-    keys = tuple(_read_key(row) for row in rows)
-    if len({key.name for key in keys}) < len(keys) or len({key.sha256 for key in keys}) < len(keys):
-        raise ConfigError("two keys of the keys file have the same name or the same hash")
-    return keys
-
-
-def _read_key(row: object) -> ApiKey:
-    known = {f.name for f in fields(ApiKey)}
-    if not isinstance(row, dict) or not {"name", "sha256"} <= row.keys() <= known:
-        raise ConfigError(
-            "each key needs a name and a sha256, and may have a namespace and requests_per_minute"
-        )
-    name, namespace = row["name"], row.get("namespace", row["name"])
-    if not all(isinstance(text, str) and _NAME.fullmatch(text) for text in (name, namespace)):
-        raise ConfigError("names and namespaces of keys may hold letters, digits, '.', '_' and '-'")
-    if not isinstance(row["sha256"], str) or not re.fullmatch(r"[0-9a-f]{64}", row["sha256"]):
-        raise ConfigError("a key's sha256 must have 64 lowercase hex digits")
-    rate = row.get("requests_per_minute", -1)
-    if type(rate) is not int or rate < -1:
-        raise ConfigError("a key's requests_per_minute must be a whole number")
-    return ApiKey(name, row["sha256"], str(namespace), rate)
-
-
 class KeyRing:
     """Default deny: once there are keys, only their holders pass."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """From the next request on; those under way go on."""
         self._by_hash = {key.sha256: key for key in keys}
+        self._by_name = {key.name: key for key in self._by_hash.values()}
 
     def __bool__(self) -> bool:
         return bool(self._by_hash)
 
-    def authenticate(self, authorization: str) -> tuple[Caller, ApiKey | None]:
-        """Raises ApiError 401."""
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def named(self, name: str) -> ApiKey | None:
+        return self._by_name.get(name)
+
+    def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """`headers`: by lowercase name. Raises ApiError 401."""
         if not self._by_hash:
-            return Caller(), None
-        scheme, _, token = authorization.partition(" ")
-        digest = hashlib.sha256(token.strip().encode()).hexdigest()
-        key = self._by_hash.get(digest) if scheme.lower() == "bearer" else None
+            return Caller()
+        digest = hashlib.sha256(_presented(headers).encode()).hexdigest()
+        key = self._by_hash.get(digest)
         if key is None:
             raise ApiError(
                 401,
                 "invalid_api_key",
-                "A valid API key is required.",
+                "A valid API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 headers={"www-authenticate": "Bearer"},
             )
-        return Caller(key.name, key.namespace), key
+        return Caller(key.name, key.namespace)
 
 
-class RateLimiter:
-    """A token bucket for each caller; a bucket holds a minute's worth at most."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # name -> (tokens, at)
-
-    def take(self, name: str, per_minute: int) -> None:
-        """Raises ApiError 429 with the time until the next token."""
-        if per_minute <= 0:
-            return
-        now = self._clock()
-        tokens, at = self._buckets.get(name, (float(per_minute), now))
-        tokens = min(float(per_minute), tokens + (now - at) * per_minute / 60)
-        if tokens < 1:
-            self._buckets[name] = (tokens, now)
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"This key is limited to {per_minute} requests a minute.",
-                retry_after_s=(1 - tokens) * 60 / per_minute,
-            )
-        self._buckets[name] = (tokens - 1, now)
+def _presented(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return next((headers[name].strip() for name in KEY_HEADERS if name in headers), "")
 
 
 def check_exposure(config: ServeConfig, keys: KeyRing) -> None:
@@ -136,6 +74,5 @@ def check_exposure(config: ServeConfig, keys: KeyRing) -> None:
     if not loopback:
         raise ConfigError(
             f"{config.host} can be reached by others, and no keys are set: "
-            "name a keys_file in the [serve] table of the --config file, or give --allow-public if everyone "
-            "may ask"
+            f"give --keys-file FILE, set {ENVIRONMENT}, or give --allow-public if everyone may ask"
         )

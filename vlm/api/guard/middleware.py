@@ -8,12 +8,14 @@ import logging
 import re
 import time
 import uuid
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vlm.api.observe.logs import access
 from vlm.api.observe.logs import request_id as current_request_id
 from vlm.api.service import Service
 from vlm.config import MEBIBYTE
@@ -141,6 +143,8 @@ class ServiceMiddleware:
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         current_request_id.set(request_id)
+        line: dict[str, Any] = {}
+        access.set(line)
         cap = self._body_cap(scope["path"].removeprefix(scope.get("root_path", "")))
         guard = BodyGuard(receive, self._service, cap)
         started = time.monotonic()
@@ -154,6 +158,9 @@ class ServiceMiddleware:
                 added["x-request-id"] = request_id
                 added["x-content-type-options"] = "nosniff"
                 added.setdefault("cache-control", "no-store")
+                caller = scope["state"].get("caller")
+                if caller is not None:
+                    added.update(self._service.quotas.headers(caller.name, self._service.limits(caller)))
             await send(message)
 
         try:
@@ -176,9 +183,9 @@ class ServiceMiddleware:
                 await error_response(ApiError(500, *INTERNAL))(scope, receive, send_on)
         finally:
             guard.release()
-            self._record(scope, status or 499, started)
+            self._record(scope, status or 499, started, line)
 
-    def _record(self, scope: Scope, status: int, started: float) -> None:
+    def _record(self, scope: Scope, status: int, started: float, line: dict[str, Any]) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         self._service.metrics.http.labels(method, route, str(status)).inc()
@@ -190,5 +197,6 @@ class ServiceMiddleware:
                     "route": route,
                     "status": status,
                     "ms": round((time.monotonic() - started) * 1e3, 1),
+                    **line,
                 },
             )

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 
+from vlm.api.observe.logs import note
 from vlm.api.service import service_of
 from vlm.requests.errors import ApiError, invalid
 from vlm.requests.strict_json import MAX_VALUES, TooManyValues, parse
@@ -79,13 +80,12 @@ class ServiceRoute(APIRoute):
         async def handle(request: Request) -> Response:
             service = service_of(request)
             if not is_open:
-                caller, key = service.keys.authenticate(request.headers.get("authorization", ""))
+                caller = service.keys.authenticate(request.headers)
                 request.state.caller = caller
-                per_minute = service.config.requests_per_minute
-                if key is not None and key.requests_per_minute >= 0:
-                    per_minute = key.requests_per_minute
+                if caller.name:
+                    note(caller=caller.name)
                 if limited:
-                    service.limiter.take(caller.name, per_minute)
+                    service.quotas.take_request(caller.name, service.limits(caller)["requests"])
             if takes_json:
                 _check_type(request.headers.get("content-type", ""))
             return await handler(ServiceRequest(request.scope, request.receive))

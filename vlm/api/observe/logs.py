@@ -12,6 +12,9 @@ from typing import Any, Literal
 Form = Literal["auto", "json", "plain"]
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""Of the request that is being served."""
+access: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("access", default=None)
+"""What the access log says of it, beside route and status: filled while it is served."""
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
@@ -45,6 +48,13 @@ class PlainFormatter(logging.Formatter):
         fields = {"request_id": request_id.get() or None, **_extras(record)}
         text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
         return f"{super().format(record)} {text}".rstrip()
+
+
+def note(**fields: Any) -> None:
+    """Adds fields to the request's line in the access log; does nothing outside a request."""
+    line = access.get()
+    if line is not None:
+        line.update(fields)
 
 
 def formatter(form: Form) -> logging.Formatter:

@@ -97,6 +97,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens of answers")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up, in tokens")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, in tokens")
+        self.caller_tokens = self._counter("caller_tokens", "Tokens of a key's requests", "caller", "kind")
         self.running.set(0)
         self.waiting.set(0)
 
@@ -117,6 +118,12 @@ class Metrics:
         self.prefix_hits.inc(usage.cached_tokens)
         if timings:
             self.queue.observe(timings.queue_ms / 1e3)
+
+    def spent(self, caller: str, usage: Usage) -> None:
+        """By the name of a key, so that there are as many labels as keys; nothing for callers without one."""
+        if caller:
+            self.caller_tokens.labels(caller, "prompt").inc(usage.prompt_tokens)
+            self.caller_tokens.labels(caller, "completion").inc(usage.completion_tokens)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

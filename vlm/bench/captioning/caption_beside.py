@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vlm.bench.harness.load_client import Client, Sample
+from vlm.bench.harness.load_client import LoadClient, Sample
 from vlm.bench.harness.pages import draw_page, encode
 from vlm.bench.harness.results import result, say, spread
 from vlm.bench.harness.server_process import Served, served
@@ -99,7 +99,7 @@ def _figures(idle: dict[str, list[Sample]], busy: dict[str, list[Sample]]) -> di
 
 
 async def _ask(server: Served, first: int, count: int) -> dict[str, list[Sample]]:
-    client = Client(*server.address)
+    client = LoadClient(*server.address)
     samples: dict[str, list[Sample]] = {kind: [] for kind, _ in KINDS}
     for number in range(first, first + count):
         image = encode(draw_page(number, max_scale=2.0), "JPEG")

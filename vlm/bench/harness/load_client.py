@@ -51,7 +51,7 @@ class Sample:
         return sum(gaps) / len(gaps) if gaps else 0.0
 
 
-class Client:
+class LoadClient:
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -131,7 +131,7 @@ async def closed_loop(
     end = time.perf_counter() + seconds
 
     async def run() -> None:
-        client = Client(*address)
+        client = LoadClient(*address)
         try:
             while time.perf_counter() < end:
                 key = pick()
@@ -151,11 +151,11 @@ async def open_loop(
 ) -> list[Sample]:
     """`arrivals`: (seconds from the start, which body). Late answers delay no arrival."""
     start = time.perf_counter()
-    idle: list[Client] = []
+    idle: list[LoadClient] = []
 
     async def run(at: float, key: int) -> Sample:
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-        client = idle.pop() if idle else Client(*address)
+        client = idle.pop() if idle else LoadClient(*address)
         sample = await client.ask(bodies[key], key)
         idle.append(client)
         return sample

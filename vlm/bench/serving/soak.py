@@ -76,7 +76,7 @@ def resident(server: Served) -> dict[str, int]:
         "engine": server.children("vlm.engine_main"),
         "server": [psutil.Process(server.process.pid)],
         "decoders": server.children("workers.local.decode_process"),
-        "grammar_sandbox": server.children("llm.constraints.grammar_sandbox"),
+        "grammar_process": server.children("workers.children.grammar_process"),
     }
     found: dict[str, int] = {}
     for name, members in processes.items():

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import logging
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 from kombu.exceptions import OperationalError
@@ -18,7 +17,6 @@ from preprocess.probe import open_header, page_digest
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
-from workers.cluster.announcements import listen
 from workers.cluster.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
 from workers.cluster.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
 from workers.cluster.ledger import WorkLedger
@@ -26,6 +24,7 @@ from workers.cluster.names import TilesJob, task_headers
 from workers.cluster.queue_stats import QueueStats
 from workers.cluster.redis_client import AWAY, connect
 from workers.cluster.redis_clock import RedisClock
+from workers.cluster.single_flight import Judged, Waiter, Waiters
 from workers.contract.loops import log_failure
 from workers.contract.stages import (
     MAX_ATTEMPTS,
@@ -41,7 +40,6 @@ from workers.contract.turns import AGEING_S
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.5  # how soon a lost announcement or a lost lease is noticed
 _IMAGE_TTL_MARGIN_S = 30.0
 _THREADS = 8
 _AWAY = (*AWAY, BlobStoreUnavailable, OperationalError)
@@ -50,8 +48,7 @@ _AWAY = (*AWAY, BlobStoreUnavailable, OperationalError)
 class CeleryPreprocess:
     """`PreprocessStage` over the queue `preprocess`.
 
-    A waiter asks the ledger, sends the message if nobody has, and sends it again when a worker's heartbeat
-    stops. Announcements only make it ask sooner, so losing one costs no more than _POLL_S.
+    The tiles of an image are made once, however many nodes wait for them: `workers.cluster.single_flight`.
     """
 
     def __init__(self, broker: str, store: str, limits: DecodeLimits | None = None) -> None:
@@ -59,18 +56,16 @@ class CeleryPreprocess:
         self._limits = limits or DecodeLimits()
         self._app = make_app(broker)
         self._store = open_store(store)
-        self._store_url = store
         self._ledger_client = connect(store)
-        self._ledger = WorkLedger(self._ledger_client, PREPROCESS_QUEUE)
+        self._waiters = Waiters(WorkLedger(self._ledger_client, PREPROCESS_QUEUE), store)
         self._clock = RedisClock(self._ledger_client)
         self._broker_client = connect(broker)
         self._stats = QueueStats(self._broker_client, self._ledger_client)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="preprocess")
-        self._wakers: dict[str, set[asyncio.Event]] = {}
         self._listener: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._listener = asyncio.create_task(listen(self._store_url, self._ledger.channel, self._wake))
+        self._listener = asyncio.create_task(self._waiters.listen())
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -102,19 +97,16 @@ class CeleryPreprocess:
             cpu_s=self._limits.cpu_within(deadline_s),
         )
         grid = spec.rule.grid(header.width, header.height, spec.detail)
-        waiter = _Waiter(job, data, grid, deadline_s, urgency or Urgency())
-        wakers = self._wakers.setdefault(job.key, set())
-        wakers.add(waiter.woken)
+        wish = _Wish(Waiter(self._waiters), job, data, grid, deadline_s, urgency or Urgency())
+        wish.waiter.join(job.key)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._wait(waiter)
+                return await self._wait(wish)
         except TimeoutError:
-            raise (unreachable() if waiter.away else deadline_passed()) from None
+            raise (unreachable() if wish.away else deadline_passed()) from None
         finally:
-            wakers.discard(waiter.woken)
-            if not wakers and self._wakers.get(job.key) is wakers:
-                del self._wakers[job.key]
-            self._threads.submit(self._leave, waiter).add_done_callback(log_failure)
+            wish.waiter.leave()
+            self._threads.submit(self._leave, wish).add_done_callback(log_failure)
 
     async def queues(self) -> dict[str, dict[str, float]]:
         """As `QueueStats.read`, of the preprocess queue alone. Empty while Redis is away."""
@@ -125,102 +117,96 @@ class CeleryPreprocess:
             return {}
         return {PREPROCESS_QUEUE: queues[PREPROCESS_QUEUE]}
 
-    async def _wait(self, waiter: _Waiter) -> Tiles:
+    async def _wait(self, wish: _Wish) -> Tiles:
         loop = asyncio.get_running_loop()
         while True:
-            waiter.woken.clear()
             try:
-                tiles = await loop.run_in_executor(self._threads, self._advance, waiter)
-                waiter.away = False
+                tiles = await loop.run_in_executor(self._threads, self._advance, wish)
+                wish.away = False
             except _AWAY as error:
-                if not waiter.away:
+                if not wish.away:
                     log.warning("Redis is away: %s", error)
                 tiles = None
-                waiter.away = True
+                wish.away = True
             except BlobStoreFull:
                 raise overloaded() from None
             if tiles is not None:
                 return tiles
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await waiter.woken.wait()
+            await wish.waiter.pause()
 
-    def _advance(self, waiter: _Waiter) -> Tiles | None:
-        """The tiles, if they are there; else whatever gets them made. Runs in a thread.
-
-        The lease is read before the tiles: a worker puts the tiles before it ends its lease.
-        """
-        job = waiter.job
-        state = self._ledger.look(job.key, waiter.id)
-        if state.verdict is not None:
+    def _advance(self, wish: _Wish) -> Tiles | None:
+        """The tiles, if they are there; else whatever gets them made. Runs in a thread."""
+        priority, exhausted = wish.priority, processing_failed()
+        try:
+            return wish.waiter.advance(
+                wish.job.key,
+                lambda: self._find(wish),
+                lambda: self._send(wish, priority),
+                (exhausted.code, exhausted.message),
+                priority=priority,
+            )
+        except Judged as verdict:
             full = overloaded()
-            raise full if state.verdict[0] == full.code else ImageError(*state.verdict)
-        if state.running:
+            raise full if verdict.code == full.code else ImageError(verdict.code, verdict.message) from None
+
+    def _find(self, wish: _Wish) -> Tiles | None:
+        blob = wish.job.tiles_blob
+        payload = self._store.get(blob)
+        if payload is None:
             return None
-        payload = self._store.get(job.tiles_blob)
-        if payload is not None:
-            try:
-                return from_bytes(payload, waiter.grid)
-            except ValueError as misfit:
-                log.warning("the tiles stored for an image are not its own: %s", misfit)
-                self._store.delete(job.tiles_blob)
-                waiter.misfits += 1
-            if waiter.misfits >= MAX_ATTEMPTS:
-                raise unreachable()
-        if state.attempts >= MAX_ATTEMPTS:
-            error = processing_failed()
-            self._ledger.fail(job.key, error.code, error.message)
-            self._ledger.announce(job.key)
-            raise error
-        priority = waiter.priority
-        if self._ledger.claim(job.key, priority):
-            try:
-                self._send(waiter, priority)
-            except BaseException:
-                self._ledger.unclaim(job.key)
-                raise
+        try:
+            return from_bytes(payload, wish.grid)
+        except ValueError as misfit:
+            log.warning("the tiles stored for an image are not its own: %s", misfit)
+        self._store.delete(blob)
+        wish.misfits += 1
+        if wish.misfits >= MAX_ATTEMPTS:
+            raise unreachable()
         return None
 
-    def _send(self, waiter: _Waiter, priority: Priority) -> None:
-        job = waiter.job
-        self._store.put(job.image_blob, waiter.data, waiter.deadline_s + _IMAGE_TTL_MARGIN_S)
+    def _send(self, wish: _Wish, priority: Priority) -> None:
+        job = wish.job
+        self._store.put(job.image_blob, wish.data, wish.deadline_s + _IMAGE_TTL_MARGIN_S)
         self._app.send_task(
             TILES_TASK,
             kwargs=job.to_json(),
             queue=PREPROCESS_QUEUE,
             headers=task_headers(self._clock.now()),
             priority=BATCH_PRIORITY if priority == "batch" else 0,
-            time_limit=max(2.0, waiter.deadline_s / 2),
+            time_limit=max(2.0, wish.deadline_s / 2),
             retry=True,
             retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0},
         )
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, wish: _Wish) -> None:
         """The last to leave takes image and tiles along; if Redis is away they expire."""
-        if waiter.away:
+        if wish.away:
             return
         with contextlib.suppress(*_AWAY):
-            if self._ledger.leave(waiter.job.key, waiter.id) == 0:
-                self._store.delete(waiter.job.tiles_blob)
-                self._store.delete(waiter.job.image_blob)
-
-    def _wake(self, key: str) -> None:
-        for event in self._wakers.get(key, ()):
-            event.set()
+            if wish.waiter.leave_ledger():
+                self._store.delete(wish.job.tiles_blob)
+                self._store.delete(wish.job.image_blob)
 
 
-class _Waiter:
+class _Wish:
+    """For the tiles of one image."""
+
     def __init__(
-        self, job: TilesJob, data: bytes, grid: TileGrid, deadline_s: float, urgency: Urgency
+        self,
+        waiter: Waiter,
+        job: TilesJob,
+        data: bytes,
+        grid: TileGrid,
+        deadline_s: float,
+        urgency: Urgency,
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.waiter = waiter
         self.job = job
         self.data = data
         self.grid = grid  # as planned
         self.misfits = 0  # tiles found that were damaged or of another grid
         self.deadline_s = deadline_s
         self.urgency = urgency
-        self.woken = asyncio.Event()
         self.away = False  # Redis did not answer last time
         self._since = time.monotonic()
 

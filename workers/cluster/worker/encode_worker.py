@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -21,10 +20,10 @@ from workers.cluster.ledger import Outcome, WorkLedger
 from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, ROWS_HEADER, EncodeJob, waited_s
 from workers.cluster.redis_client import check_access, connect
 from workers.cluster.registry import About, HeartbeatThread, Registry
+from workers.cluster.single_flight import Lease
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
-from workers.cluster.worker.tasks import Heartbeat
 from workers.contract.faults import ENCODING_FAILED
-from workers.contract.stages import MAX_ATTEMPTS, overloaded
+from workers.contract.stages import overloaded
 from workers.contract.versions import MESSAGE_VERSION, known_fields
 from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
@@ -135,28 +134,19 @@ def run_encode_job(
 ) -> None:
     """One attempt, for as long as somebody waits. Harmless for a message that comes twice, too late, or for
     work that is done or doomed."""
-    name, token = level2.form.entry(job.key), uuid.uuid4().hex
     if waited_s(headers, ledger.clock) >= job.deadline_s:
         return
     if (job.revision, job.dtype) != (level2.form.revision, level2.form.dtype):
         ledger.unclaim(f"{job.key}.{job.dtype}")  # sent again, for a worker with that encoder
         return
+    name = level2.form.entry(job.key)
     if level2.has(job.key):
         ledger.announce(name)
         return
-    begun = ledger.begin(name, token, MAX_ATTEMPTS)
-    if begun == "exhausted":
-        ledger.fail(name, *ENCODING_FAILED)
-        ledger.announce(name)
-    if begun != "begun":
-        return
-    outcome: Outcome = "failed"
-    try:
-        with Heartbeat(ledger, name, token) as heartbeat:
-            num_rows = headers.get(ROWS_HEADER, 0)
-            outcome = _encode(job, service, blobs, level2, ledger, num_rows, lambda: heartbeat.wanted)
-    finally:
-        ledger.end(name, token, outcome)
+    lease = Lease.take(ledger, name, ENCODING_FAILED)
+    if lease is not None:
+        with lease:
+            lease.outcome = _encode(job, service, blobs, level2, lease, headers.get(ROWS_HEADER, 0))
 
 
 def _encode(
@@ -164,16 +154,14 @@ def _encode(
     service: EncodeService,
     blobs: BlobStore,
     level2: VisualStore,
-    ledger: WorkLedger,
+    lease: Lease,
     num_rows: int,
-    wanted: Callable[[], bool],
 ) -> Outcome:
-    name = level2.form.entry(job.key)
     payload = blobs.get(job.tiles_blob)
     if payload is None:
         return "undone"  # whoever waits puts it there again
     try:
-        rows = service.encode(job.key, from_bytes(payload).pixels, wanted)
+        rows = service.encode(job.key, from_bytes(payload).pixels, lambda: lease.wanted)
         if num_rows not in (0, len(rows)):
             raise ValueError("tiles of another grid")
         level2.put(job.key, rows)
@@ -181,12 +169,12 @@ def _encode(
         blobs.delete(job.tiles_blob)
         return "failed"
     except EncodeFailed:
-        ledger.fail(name, *ENCODING_FAILED)
+        lease.judge(*ENCODING_FAILED)
     except Unwanted:
         return "undone"
     except BlobStoreFull:
         full = overloaded()
-        ledger.fail(name, full.code, full.message)
+        lease.judge(full.code, full.message)
     return "done"
 
 

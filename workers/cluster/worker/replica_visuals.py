@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from llm.request import Request, VisualKey, WantVisual
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
 from workers.cluster.ledger import Outcome, WorkLedger
 from workers.cluster.names import InboxMessage
+from workers.cluster.single_flight import Lease
 from workers.cluster.visual_store import VisualStore
-from workers.cluster.worker.tasks import Heartbeat
 from workers.contract.faults import ENCODING_FAILED
-from workers.contract.stages import MAX_ATTEMPTS, overloaded
+from workers.contract.stages import overloaded
 from workers.local.engine_runner import BAD_TILES, EngineRunner
 from workers.local.step_thread import StepThread
 
@@ -39,8 +38,7 @@ _MAX_ASKS = 3  # of one call for one key
 class _Encode:
     """Tiles that are encoded here under a lease."""
 
-    token: str
-    heartbeat: Heartbeat
+    lease: Lease
     num_rows: int  # as planned
     blob: str
 
@@ -180,22 +178,20 @@ class ReplicaVisuals:
             self._ask(WantVisual(call, key))
 
     def _encode_here(self, key: VisualKey, blob: str) -> None:
-        name, token = self._level2.form.entry(key), uuid.uuid4().hex
-        begun = self._ledger.begin(name, token, MAX_ATTEMPTS)
-        if begun == "exhausted":
-            self._ledger.fail(name, *ENCODING_FAILED)
-            self._ledger.announce(name)
-        if begun != "begun":
+        lease = Lease.take(self._ledger, self._level2.form.entry(key), ENCODING_FAILED)
+        if lease is None:
             return
-        tiles = self._blobs.get(blob)
+        try:
+            tiles = self._blobs.get(blob)
+        except BaseException:
+            lease.end("failed")
+            raise
         if tiles is None:
-            self._ledger.end(name, token, "undone")  # whoever waits puts them there again
+            lease.end("undone")  # whoever waits puts them there again
             return
-        heartbeat = Heartbeat(self._ledger, name, token)
-        heartbeat.__enter__()
         with self._lock:
             want = self._wants.get(key)
-        encode = _Encode(token, heartbeat, want.num_rows if want else 0, blob)
+        encode = _Encode(lease, want.num_rows if want else 0, blob)
 
         def put(runner: EngineRunner) -> None:
             self._encoding[key] = encode
@@ -212,7 +208,6 @@ class ReplicaVisuals:
         failure: tuple[str, str] | None,
     ) -> None:
         """The lease ends with the result in level 2, with a verdict, or undone: nobody here wants it."""
-        name = self._level2.form.entry(key)
         outcome: Outcome = "done" if rows is not None or failure is not None else "undone"
         try:
             if rows is not None and encode.num_rows not in (0, len(rows)):
@@ -221,10 +216,9 @@ class ReplicaVisuals:
             elif rows is not None:
                 self._level2.put(key, rows)
             elif failure is not None:
-                self._ledger.fail(name, *(ENCODING_FAILED if failure == BAD_TILES else failure))
+                encode.lease.judge(*(ENCODING_FAILED if failure == BAD_TILES else failure))
         except BlobStoreFull:
             full = overloaded()
-            self._ledger.fail(name, full.code, full.message)
+            encode.lease.judge(full.code, full.message)
         finally:
-            encode.heartbeat.__exit__(None, None, None)
-            self._ledger.end(name, encode.token, outcome)
+            encode.lease.end(outcome)

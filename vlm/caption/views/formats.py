@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from vlm.caption.rows import Row, encode
+from vlm.caption.views.doctags import is_doctags, to_markdown
 from vlm.cli.names import as_text, one_line, percent_encoded
 from vlm.requests.durable import sync_folder
 
@@ -147,9 +148,16 @@ def _markdown_answer(row: Row) -> str:
         return f"**Failed ({row['error']['code']}):** {_escape(row['error']['message'])}"
     text = row["text"].strip()
     if _json_object(text):
-        fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-        return f"{fence}json\n{text}\n{fence}"
+        return _fenced(text, "json")
+    if is_doctags(text):
+        converted = to_markdown(text)
+        return "\n".join(f"> {line}" for line in _LINE_END.split(converted)) if converted else _fenced(text)
     return "\n".join(f"> {_escape(line)}\\" for line in _LINE_END.split(text)).removesuffix("\\")
+
+
+def _fenced(text: str, language: str = "") -> str:
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _escape(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the kernel grants a process that decodes strangers' images."""
+"""What the kernel grants a process that works on strangers' images, documents and grammars."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import resource
 OUT_OF_MEMORY_EXIT = 3  # exit status of a process whose image asked for more memory than it may have
 
 
-def limit_memory(spare_bytes: int) -> None:
-    """Lets this process grow by `spare_bytes` of address space, and write no core file."""
+def limit_memory(*, total_bytes: int = 0, spare_bytes: int = 0) -> None:
+    """This process may have `total_bytes` of address space, or grow by `spare_bytes`; it writes no core
+    file. Nothing in it can raise that again."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_under(_address_space_bytes() + spare_bytes, hard), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    limit = _under(total_bytes or _address_space_bytes() + spare_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def forbid_writing() -> None:
+    """This process may write to no file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def limit_cpu(seconds: int) -> None:
-    """From now, this process may use so much processor time; then the kernel ends it."""
+    """From now, this process may use so much processor time; then the kernel ends it, with SIGXCPU."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime) + seconds

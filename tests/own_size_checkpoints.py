@@ -1,0 +1,136 @@
+"""Small checkpoints of families whose images keep their own size: see `checkpoint_case`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from checkpoint_case import CHATML, QWEN3, TEXT, FamilyCase
+
+# LightOnOCR
+
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "image_size": 112,
+    "patch_size": 7,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
+
+
+def pixtral_processor(**settings: Any) -> dict[str, Any]:
+    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, **settings}
+
+
+def lighton_ocr_case(name: str, multiple: int, **text: Any) -> FamilyCase:
+    """multiple: pixels that the processor rounds up to; a cell has 14."""
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": "lighton_ocr",
+            "text_config": {**TEXT, **QWEN3, "vocab_size": vocab_size, **text},
+            "vision_config": PIXTRAL,
+            "image_token_id": ids["<|image_pad|>"],
+            "tie_word_embeddings": True,
+        }
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+        named={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        processor={
+            "processor_class": "LightOnOcrProcessor",
+            "patch_size": 7,
+            "image_processor": pixtral_processor(patch_size={"height": multiple, "width": multiple}),
+        },
+        template=CHATML.replace("IMAGE", "<|image_pad|>"),
+        takes=lambda width, height: min(width, height) / max(1, max(width, height) / 112) >= 8,
+    )
+
+
+# Qwen2-VL and Qwen2.5-VL
+
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 4, 3]}
+QWEN_TEXT = {**TEXT, "num_key_value_heads": 2, "rope_parameters": MROPE}
+QWEN_VISION = {
+    "depth": 3,
+    "num_heads": 3,
+    "patch_size": 7,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
+QWEN2_VISION = {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
+QWEN2_5_VISION = {
+    **QWEN_VISION,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+    "window_size": 28,
+    "fullatt_block_indexes": [1],
+}
+
+
+def patches_in_place(merge: int, patch: int) -> Callable[[Any], torch.Tensor]:
+    """Pixels of one image out of patches that lie cell by cell; both frames are the same."""
+
+    def pixels(inputs: Any) -> torch.Tensor:
+        _, rows, cols = inputs["image_grid_thw"][0].tolist()
+        patches = inputs["pixel_values"].view(rows // merge, cols // merge, merge, merge, 3, 2, patch, patch)
+        assert torch.equal(patches[..., 0, :, :], patches[..., 1, :, :])
+        image = patches[..., 0, :, :].permute(4, 0, 2, 5, 1, 3, 6)
+        return image.reshape(1, 3, rows * patch, cols * patch)
+
+    return pixels
+
+
+def qwen_case(
+    name: str, model_type: str, vision: Mapping[str, Any], text: Mapping[str, Any], tied: bool, patch: int = 7
+) -> FamilyCase:
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": model_type,
+            "text_config": {**text, "vocab_size": vocab_size},
+            "vision_config": dict(vision),
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+            "tie_word_embeddings": tied,
+        }
+
+    processor = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+    size = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 60 * (2 * patch) ** 2}
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        processor={
+            "processor_class": "Qwen2_5_VLProcessor" if model_type == "qwen2_5_vl" else "Qwen2VLProcessor",
+            "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": size, **processor},
+            "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": size, **processor},
+        },
+        template=CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+        old_names={"model.language_model.": "model.", "model.visual.": "visual."},
+        takes=lambda width, height: max(width, height) <= 200 * min(width, height),
+        pixels=patches_in_place(2, patch),
+    )
+
+
+OWN_SIZE_CASES = (
+    qwen_case("qwen2_vl", "qwen2_vl", QWEN2_VISION, QWEN_TEXT, tied=True),
+    qwen_case("qwen2_5_vl_untied", "qwen2_5_vl", QWEN2_5_VISION, QWEN_TEXT, tied=False),
+    lighton_ocr_case("lighton_ocr", 14),
+    lighton_ocr_case("lighton_ocr_odd_patches", 7, rms_norm_eps=1e-3),
+)

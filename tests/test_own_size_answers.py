@@ -1,0 +1,80 @@
+"""Families whose images keep their own size, from the HTTP API to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from family_checkpoints import CASES, make_checkpoint, reference
+from PIL import Image
+
+from vlm.api.app import create_app
+from vlm.build import build_local_pipeline
+from vlm.config import EngineOptions, ServeConfig
+
+from test_end_to_end import png  # isort: skip
+from test_family_fidelity import noise  # isort: skip
+
+NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied")
+NUM_TOKENS = 12
+
+
+def content(images: Sequence[Image.Image], question: str) -> list[dict[str, Any]]:
+    urls = ["data:image/png;base64," + base64.b64encode(png(image)).decode() for image in images]
+    return [
+        *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+        {"type": "text", "text": question},
+    ]
+
+
+@torch.no_grad()
+def reference_answer(directory: Path, images: Sequence[Image.Image], question: str) -> tuple[str, int]:
+    """(text, prompt tokens) of transformers' own processor and greedy `generate`."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(directory)
+    processor.image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    inputs = processor(text=text, images=list(images), return_tensors="pt")
+    count = inputs["input_ids"].shape[1]
+    model = reference(directory)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)[0]
+    return processor.tokenizer.decode(ids[count:], skip_special_tokens=True), count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_over_http_equal_generate_first_cached_and_side_by_side(name: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    directory = make_checkpoint(case, tmp_path / name, seed=5)
+    first, second = noise(150, 80, 1), noise(61, 130, 2)
+    asked = [([first], "What is it?"), ([first, second], "What is it?"), ([second], "Read it.")]
+    want = [reference_answer(directory, *one) for one in asked]
+
+    async def answers() -> list[dict[str, Any]]:
+        options = EngineOptions(model=str(directory), kv_cache_mb=64)
+        api = create_app(build_local_pipeline(options, variant="exact"), ServeConfig())
+        transport = httpx.ASGITransport(api)
+        async with api.router.lifespan_context(api), httpx.AsyncClient(transport=transport) as http:
+
+            async def ask(images: Sequence[Image.Image], question: str) -> dict[str, Any]:
+                body = {"messages": [{"role": "user", "content": content(images, question)}]}
+                body |= {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+                done = await http.post("http://vlm/v1/chat/completions", json=body, timeout=120)
+                assert done.status_code == 200, done.text
+                return dict(done.json())
+
+            together = await asyncio.gather(*(ask(*one) for one in asked))
+            return [*together, *[await ask(*one) for one in asked]]
+
+    found = asyncio.run(answers())
+    for answer, (text, count) in zip(found, want * 2, strict=True):
+        assert answer["usage"]["prompt_tokens"] == count
+        assert answer["choices"][0]["message"]["content"] == text
+    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in found[3:])

@@ -1,0 +1,37 @@
+"""Tools as clients send them: what is offered, calls of earlier answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_CHARS = 20_000
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class FunctionIn(Lenient):
+    name: ToolName
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS)
+    parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of an object.")
+    strict: bool | None = Field(None, description="Refuses schemas with keywords that can't be enforced.")
+
+
+class ToolIn(Lenient):
+    type: Literal["function"]
+    function: FunctionIn
+
+
+class CalledFunction(Lenient):
+    name: ToolName
+    arguments: str | dict[str, Any] = Field("", description="A JSON object, as a string.")
+
+
+class ToolCallIn(Lenient):
+    id: str = Field(min_length=1, max_length=256)
+    function: CalledFunction
