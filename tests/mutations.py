@@ -62,9 +62,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a rate bucket has no cap",
-        "vlm/api/guard/auth.py",
-        "min(float(per_minute), tokens + (now - at) * per_minute / 60)",
-        "tokens + (now - at) * per_minute / 60",
+        "vlm/api/guard/quotas.py",
+        "min(float(per_minute), bucket.level + (now - bucket.at) * per_minute / 60)",
+        "bucket.level + (now - bucket.at) * per_minute / 60",
         ("test_api_security.py::test_a_quiet_hour_saves_up_no_more_than_a_minutes_requests",),
     ),
     Mutation(

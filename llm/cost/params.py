@@ -51,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(qk_norm="head", gated_query=True),
     "qwen3_5_moe_text": Family(qk_norm="head", gated_query=True, shared_expert_gate=True),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), Family(qkv_bias=True)),
+    "qwen3_vl_text": Family(qk_norm="head"),
     "gemma": Family(tied=True),
     "gemma2": Family(norms_per_layer=4, tied=True),
     "gemma3_text": Family(qk_norm="head", norms_per_layer=4, tied=True),
