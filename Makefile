@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Two busy OpenMP processes on two cores slow each other tenfold: one thread each, and no spinning.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Files of tests run beside each other, each in one process: `make test JOBS=1` runs them in order.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 .PHONY: demo test test-all lint env system clean
 
 # make demo MODEL=ORG/NAME asks a checkpoint of the hub
@@ -12,10 +15,10 @@ demo: env
 	$(BIN)/python -m vlm.demo $(MODEL)
 
 test: env lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: env lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: env
 	$(BIN)/ruff check .

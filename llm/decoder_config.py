@@ -145,6 +145,12 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # on tokens' embeddings, not on visual tokens
     whole_spans: bool = False  # positions of one image span see each other, later ones too
     rope_axes: tuple[int, ...] = ()  # per frequency: time, row or column (M-RoPE); empty: positions are one
+    deepstack: int = 0  # so many first layers add rows of their own at visual tokens (Qwen3-VL)
+
+    @property
+    def row_width(self) -> int:
+        """Channels of a visual token: what is embedded, then what each layer of `deepstack` adds."""
+        return self.d_model * (1 + self.deepstack)
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any], *, tied: bool | None = None) -> DecoderConfig:

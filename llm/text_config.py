@@ -37,6 +37,7 @@ _ROWS: dict[str, tuple[int | None, ...]] = {
     "qwen3_5_moe_text": (2048, None, 40, 16, 2, 256, 248320, 32768, None),
     "qwen2_vl_text": (8192, 29568, 80, 64, 8, None, 152064, 32768, 4096),
     "qwen2_5_vl_text": (8192, 29568, 80, 64, 8, None, 152064, 32768, 4096),
+    "qwen3_vl_text": (4096, 22016, 32, 32, 32, 128, 151936, 128000, None),
     # Older checkpoints, with the decoder's keys in the outer config:
     "qwen2_vl": (8192, 29568, 80, 64, 8, None, 152064, 32768, 4096),
     "qwen2_5_vl": (8192, 29568, 80, 64, 8, None, 152064, 32768, 4096),

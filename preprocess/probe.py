@@ -137,7 +137,10 @@ def _tiff_pages(data: bytes, limits: ImageLimits) -> list[int]:
 
 
 _ACCEPTED = "Accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP."
-NO_PDF = f"A PDF is not an image: `vlm caption` reads PDFs, or send its pages as images. {_ACCEPTED}"
+NO_PDF = (
+    "A PDF is not an image: send it in a content part of type file; `vlm ask` and `vlm caption` read PDFs "
+    f"themselves. {_ACCEPTED}"
+)
 _PDF_WITHIN = 1024  # bytes, before which a PDF's own header may begin
 
 

@@ -21,12 +21,12 @@ from vlm.caption.documents import DocumentReader
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.presets import PageQuestion, make_question
-from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
+from workers.local.page_drawing import PageRenderer
 from workers.local.preprocess_inline import InlinePreprocess
 
 TEXT_TOKENS = 4

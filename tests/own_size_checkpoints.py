@@ -109,6 +109,8 @@ def qwen_case(
             "tie_word_embeddings": tied,
         }
 
+    family = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[model_type]
+    video = "Qwen3VL" if model_type == "qwen3_vl" else "Qwen2VL"
     processor = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     size = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 60 * (2 * patch) ** 2}
     return FamilyCase(
@@ -117,9 +119,9 @@ def qwen_case(
         specials=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
         named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         processor={
-            "processor_class": "Qwen2_5_VLProcessor" if model_type == "qwen2_5_vl" else "Qwen2VLProcessor",
+            "processor_class": f"{family}Processor",
             "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": size, **processor},
-            "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor", "size": size, **processor},
+            "video_processor": {"video_processor_type": f"{video}VideoProcessor", "size": size, **processor},
         },
         template=CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
         old_names={"model.language_model.": "model.", "model.visual.": "visual."},
@@ -128,7 +130,24 @@ def qwen_case(
     )
 
 
+QWEN3_VISION = {
+    **QWEN_VISION,
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+QWEN3_VL_TEXT = {
+    **TEXT,
+    **QWEN3,
+    "num_hidden_layers": 3,
+    "rope_parameters": {**MROPE, "mrope_section": [4, 3, 1]},
+}
+
 OWN_SIZE_CASES = (
+    qwen_case("qwen3_vl", "qwen3_vl", QWEN3_VISION, QWEN3_VL_TEXT, tied=True),
     qwen_case("qwen2_vl", "qwen2_vl", QWEN2_VISION, QWEN_TEXT, tied=True),
     qwen_case("qwen2_5_vl_untied", "qwen2_5_vl", QWEN2_5_VISION, QWEN_TEXT, tied=False),
     lighton_ocr_case("lighton_ocr", 14),

@@ -67,11 +67,11 @@ def test_a_failure_is_raised_as_it_was_told_and_a_stream_without_an_end_is_an_en
         assert dataclasses.asdict(raised.value.failure) == dataclasses.asdict(expected) and told.closed
 
 
-def test_only_streams_read_the_events_of_a_pipeline_themselves() -> None:
+def test_only_streams_of_pieces_read_the_events_of_a_pipeline_themselves() -> None:
     loops = {
         str(path.relative_to(ROOT))
         for path in sources("vlm")
         if re.search(r"pipeline\.run\(|\.events\(\)", path.read_text())
     }
-    # a request's events with its metrics, and the streams of both front doors
-    assert loops == {"vlm/api/chat/generate.py", "vlm/api/chat/completion.py", "vlm/library/model.py"}
+    # a request's events with its metrics, and the pieces of a stream, over HTTP and for Python
+    assert loops == {"vlm/api/chat/generate.py", "vlm/api/chat/pieces.py", "vlm/library/model.py"}

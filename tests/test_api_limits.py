@@ -149,7 +149,7 @@ def test_any_url_is_a_source_or_a_400(url: str) -> None:
         assert isinstance(source, Inline | Stored)
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file", "refusal", "x" * 60, "image"])
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "input_file", "refusal", "x" * 60, "image"])
 def test_unsupported_part_is_named_by_its_place(client: httpx.Client, kind: str) -> None:
     """P4, P5."""
     answered = client.post(CHAT, json=ask("a", "b", {"type": kind, kind: {"data": "x"}}))

@@ -79,7 +79,7 @@ def test_failed_pages_give_three_also_when_an_earlier_run_met_them(folder: Path)
     ("more", "text"),
     [
         ({"inputs": ("nowhere",)}, "does not exist"),
-        ({"output": "in/0.png"}, "no format"),
+        ({"output": "in/0.png"}, "not a format"),
         ({"output": "in/0.png", "form": "jsonl"}, "not an output"),
         ({"inputs": ("in/empty",)}, "no documents"),
     ],

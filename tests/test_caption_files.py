@@ -19,7 +19,7 @@ from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits
 from vlm.caption import documents
 from vlm.caption.documents import DocumentReader
-from vlm.caption.rasterise import PageRenderer
+from workers.local.page_drawing import PageRenderer
 
 
 class Endless:

@@ -316,7 +316,7 @@ def test_batch_files_run_line_by_line(out: Path) -> None:
         line("one", png(1), max_tokens=7),
         "not json",
         line("two", png(1), png(2)),
-        line("tools", png(1), tools=[{"type": "function"}]),
+        line("tools", png(1), tools=[{"type": "function", "function": {"name": "f"}}]),
         line("bad", b"no image"),
         line("url").replace("/v1/chat/completions", "/v1/embeddings"),
         line("same body", png(1), max_tokens=7),

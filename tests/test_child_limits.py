@@ -14,8 +14,8 @@ from test_pages import pdf, raw_pdf
 from llm.constraints.constrain import Grammars
 from preprocess.pages import PageLimits
 from preprocess.types import ImageError
-from vlm.caption.rasterise import PageRenderer
 from workers.children.grammar_process import GrammarProcess
+from workers.local.page_drawing import PageRenderer
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from caption_fakes import pdf
 from llm.constraints.grammar import GrammarError, GrammarLimits
 from vlm.api.batches import batch_check
 from vlm.build import engine_command
-from vlm.caption.rasterise import PageRenderer
 from vlm.config import EngineOptions
 from workers.children.child import child_environment
 from workers.children.grammar_process import GrammarProcess
 from workers.contract.stages import StageUnavailable
 from workers.local import preprocess_pool
+from workers.local.page_drawing import PageRenderer
 from workers.local.preprocess_pool import LocalPreprocess
 
 

@@ -107,7 +107,7 @@ def test_a_pdf_is_sent_to_the_command_that_reads_it(
     """By its bytes, whatever its name."""
     for path in (tmp_path / "page.pdf", tmp_path / "scan"):
         path.write_bytes(b"%PDF-1.4")
-        for command in (("ask", str(path), "What?"), ("tokens", str(path)), ("plan", "image", str(path))):
+        for command in (("tokens", str(path)), ("plan", "image", str(path))):
             code, _, errors = call(capsys, *command)
             assert code == BAD_INPUT and str(path) in errors and f"vlm caption {path}" in errors
 
@@ -190,7 +190,7 @@ def test_a_pdf_and_what_only_has_its_name_are_told_apart_by_content(
     page, html = tmp_path / "scan", tmp_path / "page.pdf"
     page.write_bytes(b"\n%PDF-1.4")
     html.write_bytes(b"<!DOCTYPE html>")
-    for command in (("ask", str(page), "What?"), ("tokens", str(page)), ("plan", "image", str(page))):
+    for command in (("tokens", str(page)), ("plan", "image", str(page))):
         assert f"vlm caption {page}" in call(capsys, *command)[2]
     for command in (("ask", str(html), "What?"), ("tokens", str(html)), ("plan", "image", str(html))):
         errors = call(capsys, *command)[2]

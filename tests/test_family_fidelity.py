@@ -132,8 +132,9 @@ def test_pixels_and_visual_tokens_equal_transformers(loaded: Loaded, size: tuple
     assert np.abs(pixels - theirs.numpy().reshape(pixels.shape)).max() < 2e-6
     model = reference(loaded.directory).model
     shapes = {key: inputs[key] for key in ("image_sizes", "image_grid_thw") if key in inputs}
-    features = model.get_image_features(pixel_values=inputs["pixel_values"], **shapes).pooler_output
-    want = torch.cat(list(features)).reshape(-1, rows.shape[1])
+    found = model.get_image_features(pixel_values=inputs["pixel_values"], **shapes)
+    features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    want = torch.cat([torch.cat(list(each)).reshape(len(rows), -1) for each in features], -1)
     assert rows.shape == want.shape
     assert float((rows - want).abs().max() / want.std()) <= 1e-4
 

@@ -15,13 +15,15 @@ from family_checkpoints import CASES, make_checkpoint, reference
 from PIL import Image
 
 from vlm.api.app import create_app
-from vlm.build import build_local_pipeline
+from vlm.build import build_local_pipeline, visual_format
+from vlm.checkpoint import Checkpoint
 from vlm.config import EngineOptions, ServeConfig
+from vlm.loading import load_encoder
 
 from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
-NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied")
+NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl")
 NUM_TOKENS = 12
 
 
@@ -76,5 +78,14 @@ def test_answers_over_http_equal_generate_first_cached_and_side_by_side(name: st
     found = asyncio.run(answers())
     for answer, (text, count) in zip(found, want * 2, strict=True):
         assert answer["usage"]["prompt_tokens"] == count
-        assert answer["choices"][0]["message"]["content"] == text
+        assert answer["choices"][0]["message"]["content"] == text.removeprefix(" ")  # the template's own
     assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in found[3:])
+
+
+def test_what_encode_workers_send_is_as_wide_as_what_the_decoder_takes(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "qwen3_vl")
+    directory = make_checkpoint(case, tmp_path / "qwen3_vl", seed=5)
+    width = visual_format(EngineOptions(model=str(directory))).width
+    assert (
+        width == load_encoder(directory).row_width == Checkpoint.read(directory).decoder.row_width == 3 * 64
+    )

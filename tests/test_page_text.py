@@ -16,8 +16,8 @@ from PIL import Image
 
 from preprocess.pages import DrawnPage, PageLimits, PdfPages
 from preprocess.types import ImageError
-from vlm.caption.rasterise import PageRenderer
 from workers.children import page_process
+from workers.local.page_drawing import PageRenderer
 
 HELVETICA = "/Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >>"
 TEXT = "BT /F1 12 Tf 10 50 Td (Total 42.17) Tj ET"

@@ -22,7 +22,7 @@ from preprocess.formats.tiff_page import page_file
 from preprocess.pages import DrawnPage, PageLimits, PdfPages, is_pdf, page_scale
 from preprocess.types import ImageError
 from vlm.caption import rasterise
-from vlm.caption.rasterise import PageRenderer
+from workers.local.page_drawing import PageRenderer
 
 MANY = 1 << 30
 

@@ -103,7 +103,7 @@ def build_tile_batcher(options: EngineOptions, progress: Progress | None = None)
 def visual_format(options: EngineOptions) -> VisualFormat:
     """What an encode worker of these options computes, from files alone."""
     spec = ModelSpec.load(options.model)
-    return VisualFormat(spec.revision, options.dtype, spec.decoder.d_model)
+    return VisualFormat(spec.revision, options.dtype, spec.decoder.row_width)
 
 
 def _swap_rule(options: EngineOptions) -> SwapRule:
@@ -196,7 +196,7 @@ def build_runner(
         "num_blocks": backend.num_blocks,
         "block_size": backend.block_size,
         "encoder_revision": encoder.revision,
-        "visual_width": encoder.d_model,
+        "visual_width": encoder.row_width,
         "max_running": config.max_running,
     }
     keep_what_is_loaded()

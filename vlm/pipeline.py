@@ -82,6 +82,7 @@ class PreparedRequest:
     request: Request
     images: tuple[PlannedImage, ...]
     started: float  # time.monotonic() when preparation began
+    places: tuple[str, ...] = ()  # where the images stand in a client's request, in their order
 
     @property
     def prompt(self) -> Prompt:

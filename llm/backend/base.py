@@ -13,7 +13,7 @@ class VisualSlice:
     """Chunk positions [start, start + len(rows)) take these embeddings instead of their token's."""
 
     start: int  # relative to the chunk
-    rows: Any  # backend's own array type, [length, d_model]
+    rows: Any  # backend's own array type, [length, DecoderConfig.row_width]
 
 
 @dataclass(frozen=True, slots=True)

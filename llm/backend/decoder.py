@@ -75,7 +75,7 @@ class DecoderInputs:
     slots: Tensor  # int64 [T], where in the pool each token's KV goes
     spans: tuple[SequenceSpan, ...]
     logit_rows: Tensor  # int64 [R]
-    visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, d_model])
+    visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, row_width])
     rope: Tensor | None = None  # int64 [3, T]; None: `positions` on every axis
 
 
@@ -164,7 +164,7 @@ class Decoder:
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
         for first, rows in batch.visuals:
-            x[first : first + rows.shape[0]] = rows.to(x.device, x.dtype)
+            x[first : first + rows.shape[0]] = self._set_of(rows, 0, x)
         rotations = [(self._turns(cos, batch), self._turns(sin, batch)) for cos, sin in self.rotations]
         padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
@@ -179,9 +179,17 @@ class Decoder:
                 x, attended = x[batch.logit_rows], attended[batch.logit_rows]
             x = self._residual(attended, layer.out, layer.out_bias, layer.post_attention_norm, x)
             x = self._mlp(layer, x)
+            if i < self.config.deepstack:
+                for first, rows in batch.visuals:
+                    x[first : first + rows.shape[0]] += self._set_of(rows, 1 + i, x)
         if not batch.logit_rows.numel():
             return x.new_empty((0, self.config.vocab_size))
         return F.linear(self._norm(x, self.weights.norm), self.weights.lm_head)
+
+    def _set_of(self, rows: Tensor, index: int, x: Tensor) -> Tensor:
+        """Visual tokens' rows of set `index`, [length, d_model], as x is kept."""
+        d = self.config.d_model
+        return rows[:, index * d : (index + 1) * d].to(x.device, x.dtype)
 
     def _turns(self, table: Tensor, batch: DecoderInputs) -> Tensor:
         """A table's values for every row of the batch, [T, 1, D]."""

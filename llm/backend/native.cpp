@@ -48,7 +48,9 @@ struct Step {
     float* logits;             // [R][vocab padded to 16]
     float* work;               // work_floats(...) of scratch
     int64_t* ticks;            // grows by one with every linear and attended head: others watch it
-    int32_t num_tokens, num_items;
+    const float* added;        // [V][added_layers][d_model]: what layer l's output gets besides, for l < added_layers
+    const int32_t* added_rows; // [V]: the rows that get it
+    int32_t num_tokens, num_items, num_added, added_layers;
 };
 
 }  // extern "C"
@@ -307,6 +309,15 @@ int attend_all(const Model& m, const Pages<T>& pages, const Step& s, int window,
     return done;
 }
 
+// Rows of visual tokens get what layer l adds to them; never the last layer, whose rows are fewer.
+void add_visuals(const Model& m, const Step& s, int l, float* delta, long ldd) {
+    for (int v = 0; v < s.num_added; v++) {
+        const float* from = s.added + (long(v) * s.added_layers + l) * m.d_model;
+        float* to = delta + s.added_rows[v] * ldd;
+        for (int i = 0; i < m.d_model; i++) to[i] += from[i];
+    }
+}
+
 struct Sizes {
     long qkv, attended, hidden, delta;
     explicit Sizes(const Model& m)
@@ -353,6 +364,7 @@ void run(const Model& m, const Step& s) {
         gated(hidden, n.hidden / 2, rows, m.activation);
         linear(hidden, n.hidden, rows, layer.down, delta, n.delta);
         norm_rows(delta, n.delta, rows, m.d_model, layer.post_mlp_norm, m.eps);
+        if (l < s.added_layers) add_visuals(m, s, l, delta, n.delta);
         tick(s);
         pending = delta;
     }

@@ -75,7 +75,7 @@ class NativeBackend:
         self.vocab_size = config.vocab_size
         self.whole_spans = config.whole_spans
         self.max_positions = min(config.max_positions, num_blocks * block_size)
-        self._limits = Limits(block_size, num_blocks, self.vocab_size, self.max_positions, config.d_model)
+        self._limits = Limits(block_size, num_blocks, self.vocab_size, self.max_positions, config.row_width)
         self._library = load_library()
         self._library.work_floats.restype = self._library.page_elements.restype = ctypes.c_int64
         self._library.work_floats.argtypes = (ctypes.c_void_p, ctypes.c_int64)
@@ -157,8 +157,11 @@ class NativeBackend:
         needed = self._library.work_floats(ctypes.byref(self._model), len(x))
         if self._work.size < needed:
             self._work = aligned(needed, np.float32, zero=False)
+        added, added_rows = self._added(plan, ragged)
         step = StepStruct(
             x=address(x),
+            added=address(added),
+            added_rows=address(added_rows),
             positions=address(ragged.positions),
             visible=None if ragged.visible is None else address(ragged.visible),
             cos=address(cos),
@@ -173,6 +176,8 @@ class NativeBackend:
             ticks=address(self._ticks),
             num_tokens=len(x),
             num_items=len(plan.items),
+            num_added=len(added_rows),
+            added_layers=self.config.deepstack,
         )
         self._library.execute(ctypes.byref(self._model), ctypes.byref(step))
 
@@ -191,8 +196,20 @@ class NativeBackend:
         for item, offset in zip(plan.items, ragged.offsets, strict=False):
             for visual in item.visuals:
                 first = int(offset) + visual.start
-                x[first : first + len(visual.rows)] = _as_float32(visual.rows)
+                x[first : first + len(visual.rows)] = _as_float32(visual.rows)[:, : self.config.d_model]
         return x
+
+    def _added(self, plan: StepPlan, ragged: Ragged) -> tuple[np.ndarray, np.ndarray]:
+        """(float32 [V, deepstack, d_model] that layers add, int32 [V] the rows that they add it to)."""
+        d, rows, added = self.config.d_model, [np.empty(0, np.int32)], [np.empty((0, 1), np.float32)]
+        if self.config.deepstack:
+            added = [np.empty((0, d * self.config.deepstack), np.float32)]
+            for item, offset in zip(plan.items, ragged.offsets, strict=False):
+                for visual in item.visuals:
+                    first = int(offset) + visual.start
+                    rows.append(np.arange(first, first + len(visual.rows), dtype=np.int32))
+                    added.append(_as_float32(visual.rows)[:, d:])
+        return np.concatenate(added), np.concatenate(rows)
 
     def _pages(self, ragged: Ragged) -> tuple[np.ndarray, np.ndarray]:
         """int32 pages of all items, int64 [n + 1] where each item's begin."""

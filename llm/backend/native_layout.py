@@ -76,10 +76,11 @@ class StepStruct(ctypes.Structure):
                 "logits",
                 "work",
                 "ticks",
+                "added",
+                "added_rows",
             )
         ),
-        ("num_tokens", ctypes.c_int32),
-        ("num_items", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_items", "num_added", "added_layers")),
     ]
 
 

@@ -21,7 +21,7 @@ class Limits:
     num_blocks: int
     vocab_size: int
     max_positions: int
-    d_model: int
+    row_width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +135,5 @@ def _check_item(item: StepItem, limits: Limits) -> None:
     for visual in item.visuals:
         if visual.start < 0 or visual.start + len(visual.rows) > count:
             raise PlanError("visual rows lie outside their chunk")
-        if tuple(visual.rows.shape[1:]) != (limits.d_model,):
+        if tuple(visual.rows.shape[1:]) != (limits.row_width,):
             raise PlanError("visual rows are not as wide as the model")

@@ -38,7 +38,7 @@ class TorchBackend:
         self.dtype = weights.embedding.dtype
         self.decoder = Decoder(config, weights, self.max_positions)
         self.pool = KvPool(config, num_blocks, block_size, self.device, self.dtype, int8=int8_kv)
-        self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.d_model)
+        self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.row_width)
 
     def count_progress(self, ticks: np.ndarray) -> None:
         """See Backend."""

@@ -37,6 +37,7 @@ from vlm.api.storage.files import FileStore, default_data_dir
 from vlm.api.storage.image_store import open_images
 from vlm.config import MEBIBYTE, ServeConfig
 from vlm.pipeline import Pipeline
+from vlm.requests.documents import DocumentPages
 from vlm.requests.errors import install_handlers
 
 TITLE = "vlm"
@@ -60,6 +61,7 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
             max_total_bytes=config.max_files_mb * MEBIBYTE,
         ),
         fetcher=Fetcher(config.fetch_deadline_s),
+        documents=DocumentPages(pipeline.limits),
         traces=make_traces(config.traces),
         started_at=int(time.time()),
     )
@@ -84,6 +86,7 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
         finally:
             service.admission.draining = True
             await pipeline.close()
+            await service.documents.close()
             service.parsers.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(

@@ -21,6 +21,7 @@ from vlm.api.storage.files import FileStore
 from vlm.api.storage.image_store import Images
 from vlm.config import ServeConfig
 from vlm.pipeline import Pipeline
+from vlm.requests.documents import DocumentPages
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Service:
     images: Images
     files: FileStore
     fetcher: Fetcher
+    documents: DocumentPages
     started_at: int  # Unix time
     rates: StageRates = field(default_factory=StageRates)
     quotas: Quotas = field(default_factory=Quotas)

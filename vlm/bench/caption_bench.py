@@ -31,10 +31,10 @@ from vlm.caption.caption_runner import RunOptions
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.presets import Order, PageQuestion, make_question
-from vlm.caption.rasterise import PageRenderer
 from vlm.caption.stats import RunStats
 from vlm.config import DEFAULT_MODEL, ServeConfig
 from vlm.pipeline import Pipeline
+from workers.local.page_drawing import PageRenderer
 
 TOKENS = 160  # of every page's answer, where lengths are fixed
 LONG_PROMPT = " ".join(

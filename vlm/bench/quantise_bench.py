@@ -18,7 +18,8 @@ from PIL import Image
 from llm.cost import Precision, kv_bytes_per_token, kv_element_bytes
 from llm.storage import KvStorage, WeightStorage
 from vlm.bench.accuracy_bench import Answerer
-from vlm.bench.decode_bench import BLOCK, CONTEXT, STEPS, Streams, cpu_seconds_per_step, smollm2_checkpoint
+from vlm.bench.decode_bench import smollm2_checkpoint
+from vlm.bench.decoding.steps import BLOCK, CONTEXT, STEPS, Streams, cpu_seconds_per_step
 from vlm.bench.harness.results import report, result, say, spread
 from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL, EngineOptions

@@ -26,7 +26,6 @@ from vlm.caption.journal import Journal
 from vlm.caption.output import STDOUT, Output, opened_output
 from vlm.caption.presets import PageQuestion
 from vlm.caption.progress import counted, progress, summary, summary_lines
-from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import Format
@@ -38,6 +37,7 @@ from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import StageUnavailable
 from workers.contract.streams import AnswerFailed
+from workers.local.page_drawing import PageRenderer
 
 _LARGE_SIDE = 8192  # pixels of a page that gets as many tiles as any
 _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22

@@ -21,10 +21,10 @@ from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits, is_pdf
 from preprocess.probe import sniff
 from preprocess.types import ImageError
-from vlm.caption.rasterise import PageRenderer
 from vlm.caption.rows import INTERNAL, PageWarning
 from vlm.cli.names import one_line
 from vlm.requests.lines import BadLine, iterate_lines
+from workers.local.page_drawing import PageRenderer
 
 _HEAD_BYTES, _CHUNK = 1024, 4 << 20
 _PDF_PAGE_BYTES = 4 << 20  # what a drawn page is taken to need until it is there

@@ -15,9 +15,13 @@ from llm.request import SamplingParams, Timings, Usage
 from vlm.build import build_local_pipeline
 from vlm.cli.errors import BAD_INPUT, FAILURE, CommandError
 from vlm.cli.images import check_stdin, name_of, naming, read_image
-from vlm.config import EngineOptions
+from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
+from vlm.requests.documents import DocumentPages
+from vlm.requests.page_range import ALL, PageRange
 from workers.contract.streams import AnswerFailed
+
+MOST_IMAGES = ServeConfig().max_images_per_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ def split_arguments(positionals: Sequence[str], questions: Sequence[str]) -> tup
                 'give an image and a question, for example: vlm ask invoice.png "What is the total?"'
             )
     if not images:
-        raise CommandError("no image given; accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP")
+        raise CommandError("no image given; accepted formats: JPEG, PNG, WebP, GIF, TIFF, BMP, PDF")
     return [Path(image) for image in images], list(questions)
 
 
@@ -94,8 +98,10 @@ async def _ask_all(
     images: Sequence[tuple[Path, bytes]],
     questions: Sequence[str],
     params: SamplingParams,
+    pages: PageRange,
 ) -> list[Reply]:
     pipeline = build_local_pipeline(options)
+    images = await _pages(images, pages, pipeline)
     for path, data in images:
         with naming(path, data):
             pipeline.plan_image(ImageInput(data))
@@ -108,6 +114,22 @@ async def _ask_all(
         raise CommandError(f"{name_of(images[error.index][0])}: {error}") from None
     finally:
         await pipeline.close()
+
+
+async def _pages(
+    files: Sequence[tuple[Path, bytes]], pages: PageRange, pipeline: Pipeline
+) -> list[tuple[Path, bytes]]:
+    """Each document as its pages, each page with its file's path. Raises CommandError."""
+    found: list[tuple[Path, bytes]] = []
+    documents = DocumentPages(pipeline.limits)
+    try:
+        for path, data in files:
+            with naming(path, data, reads_pdfs=True):
+                split = await documents.split(data, pages, most=MOST_IMAGES - len(found))
+            found += [(path, page) for page in split]
+    finally:
+        await documents.close()
+    return found
 
 
 def stats_line(answer: Reply) -> str:
@@ -129,6 +151,7 @@ def ask(
     *,
     as_json: bool = False,
     stats: bool = False,
+    pages: str | None = None,
 ) -> None:
     paths, asked = split_arguments(positionals, questions)
     if any(not question.strip() for question in asked):
@@ -136,8 +159,12 @@ def ask(
     if not all(_is_text(question) for question in asked):
         raise CommandError("the question is not valid text in this terminal's encoding")
     check_stdin(paths)
+    try:
+        wanted = ALL if pages is None else PageRange.parse(pages)
+    except ValueError as error:
+        raise CommandError(f"--pages {pages}: {error}") from None
     images = [(path, read_image(path)) for path in paths]
-    answers = asyncio.run(_ask_all(options, images, asked, params))
+    answers = asyncio.run(_ask_all(options, images, asked, params, wanted))
     if as_json:
         print(json.dumps({"answers": [a.to_json() for a in answers]}, ensure_ascii=False))
         return

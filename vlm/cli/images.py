@@ -68,13 +68,14 @@ def name_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def naming(path: Path, data: bytes) -> Iterator[None]:
+def naming(path: Path, data: bytes, *, reads_pdfs: bool = False) -> Iterator[None]:
     """Raises `CommandError` with the image's name for an `ImageError`, and for an unforeseen error."""
     try:
         yield
     except ImageError as error:
-        if is_pdf(data):
-            raise CommandError(f"{path} is a PDF, not an image; for PDFs use: {captioning(path)}") from None
+        if is_pdf(data) and not reads_pdfs:
+            hint = f"for PDFs use 'vlm ask' or: {captioning(path)}"
+            raise CommandError(f"{path} is a PDF, not an image; {hint}") from None
         raise CommandError(f"{name_of(path)}: {error.message}{_hint(path, error)}") from None
     except Exception:
         log.exception("%s", name_of(path))

@@ -97,7 +97,7 @@ def ask(
         list[str],
         typer.Argument(
             metavar="IMAGE... [QUESTION]",
-            help="Images, then the question; - is stdin. Of a TIFF or GIF the first page or frame.",
+            help="Images and PDFs, then the question; - is stdin. Of a GIF the first frame.",
         ),
     ],
     question: Annotated[
@@ -114,10 +114,13 @@ def ask(
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     max_pixels: MaxPixels = ENGINE.max_pixels,
+    pages: Annotated[
+        str | None, typer.Option(help="Pages of PDFs and TIFFs, as in 1-3,7 or 5-. Default: all.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings and token counts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ask questions about images.
+    """Ask questions about images and documents.
 
     Example: vlm ask invoice.png -q "What is the total?" -q "What is the date?" --stats
     """
@@ -126,7 +129,7 @@ def ask(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     options = engine_options(model, threads=threads, weights=weights, kv=kv, max_pixels=max_pixels)
-    command.ask(images, question, options, params, as_json=as_json, stats=stats)
+    command.ask(images, question, options, params, as_json=as_json, stats=stats, pages=pages)
 
 
 @app.command()

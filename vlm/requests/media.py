@@ -10,6 +10,7 @@ from preprocess.probe import NO_PDF
 from vlm.requests.errors import invalid
 
 IMAGE_ID = re.compile(r"img-[0-9a-f]{32}")
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _CHUNK = 1 << 20  # base64 characters between two moments at which other threads may run; a multiple of 4
 _SPACES = re.compile(rb"[ \t\r\n]+")
 _MAX_HEAD = 8192  # characters of a data: URI before its comma
@@ -34,22 +35,33 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A file of /v1/files."""
+
+    file_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     url: str
 
 
-Source = Inline | Stored | Remote
+Source = Inline | Stored | Uploaded | Remote
 
 
-def parse_url(url: str, param: str, *, allow_urls: bool) -> Source:
-    """Raises ApiError 400, with a code of its own for each way to be wrong."""
+def parse_url(url: str, param: str, *, allow_urls: bool, is_document: bool = False) -> Source:
+    """`is_document`: it may be a PDF. Raises ApiError 400, each way to be wrong with a code of its own."""
     if not url.strip():
         raise invalid("empty_image_url", f"The image's url is empty. {RIGHT_SHAPE}", param)
     scheme = url[:16].partition(":")[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
-        return Inline(_data_uri_payload(url, param))
+        return Inline(_data_uri_payload(url, param, is_document))
     if IMAGE_ID.fullmatch(url):
         return Stored(url)
+    if FILE_ID.fullmatch(url):
+        return Uploaded(url)
+    if url.startswith("file-"):
+        raise invalid("invalid_file_id", "A file's id is file- and 32 hex digits.", param)
     if url.startswith("img-"):
         raise invalid("invalid_image_id", "A stored image's id is img- and 32 hex digits.", param)
     if scheme in ("http", "https"):
@@ -65,7 +77,7 @@ def parse_url(url: str, param: str, *, allow_urls: bool) -> Source:
     raise invalid("invalid_image_url", f"This is neither a URL nor a stored image's id. {RIGHT_SHAPE}", param)
 
 
-def _data_uri_payload(url: str, param: str) -> str:
+def _data_uri_payload(url: str, param: str, is_document: bool) -> str:
     """RFC 2397: data:[<mediatype>][;base64],<data>."""
     comma = url.find(",", 5)
     if comma < 0:
@@ -80,6 +92,8 @@ def _data_uri_payload(url: str, param: str) -> str:
     media_type, *attributes = (field.strip().lower() for field in head.split(";"))
     if "base64" not in attributes:
         raise invalid("data_uri_without_base64", f"The data: URI is not base64. {RIGHT_SHAPE}", param)
+    if is_document and media_type == "application/pdf":
+        return url[comma + 1 :]
     if media_type == "application/pdf":
         raise invalid("data_uri_media_type", NO_PDF, param)
     if not media_type.startswith("image/") and media_type not in _PLAIN_BYTES:

@@ -17,10 +17,7 @@ MAX_STOPS = 4
 MAX_SCHEMA_CHARS = 100_000
 
 
-class ImageUrl(Lenient):
-    url: str = Field(
-        description="A data: URI with base64, a stored image's id (img-...), or an http(s) URL when enabled."
-    )
+class Detailed(Lenient):
     detail: Detail = Field("auto", description="low: one tile; high and auto: tiles by the image's size.")
 
     @field_validator("detail", mode="before")
@@ -30,12 +27,28 @@ class ImageUrl(Lenient):
         return "auto" if value is None else value
 
 
+class ImageUrl(Detailed):
+    url: str = Field(
+        description="A data: URI with base64, a stored image's id (img-...) or file's (file-...), or an "
+        "http(s) URL when enabled."
+    )
+
+
+class FileIn(Detailed):
+    """A document, shown as images of its pages: a PDF, a TIFF, or an image of one page."""
+
+    file_data: str | None = Field(None, description="A data: URI with base64.")
+    file_id: str | None = Field(None, description="A file of purpose user_data or vision.")
+    pages: str | None = Field(None, description="Extension: 2 or 1-3,7 or 5-; default all.")
+
+
 class ContentPart(Lenient):
-    type: str = Field(max_length=64, description="text or image_url")
+    type: str = Field(max_length=64, description="text, image_url or file")
     text: str | None = None
     image_url: ImageUrl | str | None = Field(
         None, description="An object with `url` and `detail`; a plain string is taken as the url."
     )
+    file: FileIn | None = None
 
 
 def _form_tag(value: Any) -> str:

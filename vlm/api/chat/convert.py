@@ -6,30 +6,22 @@ Counts are checked before anything is fetched or decoded, and over the whole cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from llm.request import Priority, RequestError, SamplingParams
 from preprocess.limits import check_request
-from preprocess.types import Detail, ImageError
+from preprocess.types import ImageError
+from vlm.api.chat.parts import ImageRef, read_part, resolve
 from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
 from vlm.pipeline import ChatMessage, ImageInput, PreparedRequest
 from vlm.prompt import PLAIN, Rendering
 from vlm.requests.errors import from_exception, invalid
-from vlm.requests.media import Inline, Remote, Source, Stored, check_base64_size, decode_base64, parse_url
-from vlm.requests.schemas import ChatMessageIn, ContentPart, ImageUrl
+from vlm.requests.media import decode_base64
+from vlm.requests.schemas import ChatMessageIn
 from vlm.requests.tool_params import answered_call, calls_of
 from vlm.tools.calls import Call
-
-SUPPORTED_PARTS = "Content parts are of type text or image_url."
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRef:
-    source: Source
-    detail: Detail
-    param: str  # messages[i].content[j].image_url.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
             raise invalid("invalid_value", f"Invalid value for '{place}': the list of parts is empty.", place)
         parts: list[str | ImageRef] = []
         for j, part in enumerate(content):
-            parsed = _part(service, part, f"{place}.content[{j}]")
+            parsed = read_part(service, part, f"{place}.content[{j}]")
             parts.append(parsed)
             num_images += isinstance(parsed, ImageRef)
             if num_images > service.config.max_images_per_request:
@@ -80,66 +72,6 @@ def draft(service: Service, messages: Sequence[ChatMessageIn]) -> list[DraftMess
     return drafts
 
 
-def image_params(messages: Sequence[ChatMessageIn]) -> tuple[str, ...]:
-    """Where the images of a drafted chat stand, in their order."""
-    return tuple(
-        f"messages[{i}].content[{j}].image_url.url"
-        for i, message in enumerate(messages)
-        if isinstance(message.content, list)
-        for j, part in enumerate(message.content)
-        if part.type == "image_url"
-    )
-
-
-def _part(service: Service, part: ContentPart, place: str) -> str | ImageRef:
-    match part.type:
-        case "text":
-            if part.text is None:
-                raise invalid("missing_required_parameter", "A text part has no text.", f"{place}.text")
-            return part.text
-        case "image_url":
-            image = part.image_url
-            if image is None:
-                raise invalid("missing_required_parameter", "An image part has no url.", f"{place}.image_url")
-            if isinstance(image, str):
-                image = ImageUrl(url=image, detail="auto")
-            param = f"{place}.image_url.url"
-            source = parse_url(image.url, param, allow_urls=service.config.allow_urls)
-            return ImageRef(source, image.detail, param)
-        case "file" | "input_file":
-            raise invalid(
-                "unsupported_content_part",
-                "Files are not accepted as content. Send a document's pages as images; `vlm caption` reads "
-                "PDFs themselves.",
-                f"{place}.type",
-            )
-        case _:
-            raise invalid(
-                "unsupported_content_part",
-                f"This type of content part is not supported. {SUPPORTED_PARTS}",
-                f"{place}.type",
-            )
-
-
-async def resolve(service: Service, caller: Caller, drafts: Sequence[DraftMessage]) -> dict[str, bytes | str]:
-    """By `param`: bytes of stored and fetched images, base64 of inline ones. Raises ApiError."""
-    refs = [part for message in drafts for part in message.content if isinstance(part, ImageRef)]
-    payloads = await asyncio.gather(*(_load(service, caller, ref) for ref in refs))
-    return {ref.param: payload for ref, payload in zip(refs, payloads, strict=True)}
-
-
-async def _load(service: Service, caller: Caller, ref: ImageRef) -> bytes | str:
-    max_bytes = service.pipeline.limits.max_bytes
-    match ref.source:
-        case Inline(base64=text):
-            check_base64_size(text, max_bytes, ref.param)
-            return text
-        case Stored(image_id=image_id):
-            return await service.images.read(caller.namespace, image_id, ref.param)
-        case Remote(url=url):
-            return await service.fetcher.fetch(url, max_bytes, ref.param)
-
-
 async def prepare(
     service: Service,
     caller: Caller,
@@ -151,20 +83,24 @@ async def prepare(
 ) -> PreparedRequest:
     """Header probe, tiling rule, prompt: the exact cost, with nothing decoded. Raises ApiError."""
     drafts = draft(service, messages)
-    payloads = await resolve(service, caller, drafts)
+    payloads = await resolve(service, caller, [part for part in _parts(drafts) if isinstance(part, ImageRef)])
 
     def build() -> PreparedRequest:
-        images = [
-            (part.param, ImageInput(_data(payloads[part.param], part.param), part.detail))
-            for message in drafts
-            for part in message.content
-            if isinstance(part, ImageRef)
-        ]
-        inputs = dict(images)
+        images: list[tuple[str, ImageInput]] = []
+        inputs: dict[str, list[ImageInput]] = {}
+        for part in _parts(drafts):
+            if isinstance(part, ImageRef):
+                data = [_data(payload, part.param) for payload in payloads[part.param]]
+                inputs[part.param] = [ImageInput(page, part.detail) for page in data]
+                images += [(part.param, image) for image in inputs[part.param]]
         chat = [
             ChatMessage(
                 message.role,
-                tuple(part if isinstance(part, str) else inputs[part.param] for part in message.content),
+                tuple(
+                    content
+                    for part in message.content
+                    for content in ((part,) if isinstance(part, str) else inputs[part.param])
+                ),
                 message.calls,
                 message.call_id,
                 message.name,
@@ -185,7 +121,7 @@ async def prepare(
             _blame(service, images)
             raise
         check_request((image.info for image in prepared.images), service.pipeline.limits)
-        return prepared
+        return replace(prepared, places=tuple(place for place, _ in images))
 
     try:
         return await asyncio.get_running_loop().run_in_executor(service.parsers, build)
@@ -193,14 +129,13 @@ async def prepare(
         raise from_exception(error) from None
 
 
+def _parts(drafts: Sequence[DraftMessage]) -> Iterator[str | ImageRef]:
+    return (part for message in drafts for part in message.content)
+
+
 def _check_text(service: Service, drafts: Sequence[DraftMessage], images: Sequence[ImageInput]) -> None:
     """Refuses, before it is tokenised, a text that no tokenisation makes fit. Raises RequestError."""
-    num_bytes = sum(
-        len(part.encode(errors="replace"))
-        for message in drafts
-        for part in message.content
-        if isinstance(part, str)
-    )
+    num_bytes = sum(len(part.encode(errors="replace")) for part in _parts(drafts) if isinstance(part, str))
     context = service.pipeline.spec.context_length
     text_tokens = -(-num_bytes // service.longest_token_bytes)
     if text_tokens < context:

@@ -20,7 +20,7 @@ from llm.request import (
     WantVisual,
 )
 from preprocess.limits import BYTES_PER_PIXEL
-from vlm.api.chat.convert import image_params, prepare
+from vlm.api.chat.convert import prepare
 from vlm.api.guard.admission import Ticket
 from vlm.api.guard.auth import Caller
 from vlm.api.observe.logs import note
@@ -43,7 +43,6 @@ class Generation:
     ticket: Ticket
     deadline_s: float  # from the request's arrival
     headers: Mapping[str, str] = field(default_factory=dict)
-    image_params: tuple[str, ...] = ()  # where the images stand in the request, in their order
     tool_use: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage | None = None
@@ -86,7 +85,7 @@ class Generation:
                             self._finished(event, now - arrived)
                             yield event
                         case ImageFailed(code=code, message=message, image=image):
-                            raise from_code(code, message, self.image_params[image])
+                            raise from_code(code, message, self.prepared.places[image])
                         case Failed(code=code, message=message, param=param):
                             is_tools = self.tool_use is not None and param == "response_format"
                             raise from_code(code, message, "tools" if is_tools else param)
@@ -160,8 +159,7 @@ async def admit(
     ticket = service.admission.admit(
         decoded_bytes, prepared.request.priority, deadline_s, service.pipeline.engine.ready
     )
-    places = image_params(body.messages)
-    return Generation(service, caller, prepared, ticket, deadline_s, headers or {}, places, use)
+    return Generation(service, caller, prepared, ticket, deadline_s, headers or {}, use)
 
 
 def rendering(body: ChatRequest) -> Rendering:

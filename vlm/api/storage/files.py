@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -22,8 +21,8 @@ from typing import BinaryIO
 
 from vlm.requests.durable import make_folder, sync_folder
 from vlm.requests.errors import ApiError, invalid
+from vlm.requests.media import FILE_ID
 
-FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 PURPOSES = ("batch", "batch_output", "vision", "user_data")
 _LEFT_S = 3600.0  # after its last change, a half file counts as abandoned
 _NOT_FOUND = ("file_not_found", "File not found.")

@@ -17,6 +17,7 @@ from llm.request import Delta, Event, Failed, Finished, PromptLogprobs, Request,
 from workers.cluster.event_stream import ABANDONED, Refused, Started, StreamEvent
 from workers.contract.engine_client import ENGINE_DIED
 from workers.contract.streams import is_last
+from workers.contract.versions import MESSAGE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class RemoteCall:
     name: str = ""  # of the present attempt
     replica: str = ""
     boot: str = ""
+    reader_version: int = MESSAGE_VERSION  # of the replica
     state: Literal["sending", "sent", "started", "lost"] = "sending"
     sent: float = 0.0  # time.monotonic() of the last message
     outages: int = 0  # of Redis, when its replica was last told of it

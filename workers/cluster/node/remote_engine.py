@@ -204,7 +204,8 @@ class RemoteEngine:
             loads = self._loads.candidates()
             if loads:
                 call.replica = self._router(call.routing_key, loads)
-                call.boot = self._replicas.alive[call.replica].get("boot", "")
+                about = self._replicas.alive[call.replica]
+                call.boot, call.reader_version = about.get("boot", ""), version_of(about)
                 if await self._send(call):
                     return
             elif self._replicas.settled and call.attempt == 1:
@@ -226,7 +227,8 @@ class RemoteEngine:
         return True
 
     def _send_job(self, call: RemoteCall) -> None:
-        request, left_s = request_to_json(call.request), call.left_s - _DEADLINE_MARGIN_S
+        request = request_to_json(call.request, call.reader_version)
+        left_s = call.left_s - _DEADLINE_MARGIN_S
         job = GenerateJob(call.name, self.node, request, left_s, self._clock.now())
         self._send_task(generate_queue(call.replica), job)
 
