@@ -14,6 +14,8 @@ BENCHMARKS = {
     "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
 }
 PARTS = {
+    "engine": ("scheduling", "span"),
+    "decode": ("small", "gemma3"),
     "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),
     "serve": ("load", "soak"),
 }

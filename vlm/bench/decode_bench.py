@@ -2,17 +2,14 @@
 
 Time is the process's CPU time, since machines are shared; ours and theirs take turns, step for step over the
 same context. Two checkpoints: the default model (fits in the cache) and one of SmolLM2-135M's shape with
-random weights (read from memory on every step).
+random weights (read from memory on every step). Part gemma3: a slice of Gemma 3 4B's layers, by storage.
 """
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +17,28 @@ from typing import Any
 
 import torch
 
-from llm.backend.base import Backend, StepItem, StepPlan
-from llm.backend.native_build import load_library
+from llm.backend.base import Backend
 from llm.cost import kv_block_bytes
 from llm.decoder_config import DecoderConfig
-from llm.storage import KvStorage
+from llm.storage import KvStorage, WeightOption
+from vlm.bench.decoding.gemma3_slice import MODEL as GEMMA3
+from vlm.bench.decoding.gemma3_slice import gemma3_slice
+from vlm.bench.decoding.steps import (
+    BLOCK,
+    CONTEXT,
+    STEPS,
+    Peer,
+    Streams,
+    cpu_seconds_per_step,
+    read_bandwidth,
+)
 from vlm.bench.harness.results import report, result, say, spread
 from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL as DEFAULT_PATH
 from vlm.loading import load_backend
 
 DEFAULT_MODEL = Path(DEFAULT_PATH)
-BLOCK = 16
-CONTEXT = 128  # tokens in the cache when batch 1 starts
 LONG_CONTEXT = 1024  # of each of eight streams: a page of tiles and a question
-STEPS = 12  # per round
 CACHE_BYTES = (
     64 << 20
 )  # beneath it, the bytes of a step come from a cache, and the memory's rate is not the limit
@@ -52,83 +56,6 @@ SMOLLM2_135M: dict[str, Any] = {
 }
 
 
-class Streams:
-    """`batch` sequences that decode greedily on one of our backends."""
-
-    def __init__(self, backend: Backend, batch: int, context: int) -> None:
-        self._backend = backend
-        width = -(-(context + 4096) // BLOCK)
-        width = min(width, backend.num_blocks // batch, backend.max_positions // BLOCK)
-        self._tables = [tuple(range(i * width, (i + 1) * width)) for i in range(batch)]
-        self._first, self.position = context, context
-        prompts = [tuple((7 * i + j) % 500 for j in range(context)) for i in range(batch)]
-        items = [StepItem(p, 0, t, 1) for p, t in zip(prompts, self._tables, strict=True)]
-        self._first_tokens = [int(backend.execute(StepPlan((item,))).argmax()) for item in items]
-        self.tokens = self._first_tokens
-
-    def restart(self) -> None:
-        """Back to the end of the prompts."""
-        self.position, self.tokens = self._first, self._first_tokens
-
-    def step(self) -> None:
-        items = zip(self.tokens, self._tables, strict=True)
-        plan = StepPlan(tuple(StepItem((token,), self.position, table, 1) for token, table in items))
-        self.tokens = self._backend.execute(plan).argmax(1).tolist()
-        self.position += 1
-
-
-class Peer:
-    """transformers on the same directory, with its own cache, batch 1."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype, is_vlm: bool) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        warnings.filterwarnings("ignore", ".*past_key_values.*", FutureWarning)  # its newer name: cache
-        loader = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-        self._model = loader.from_pretrained(directory, dtype=dtype).eval()
-        self.restart()
-
-    @torch.inference_mode()
-    def restart(self) -> None:
-        from transformers import DynamicCache
-
-        self._cache = DynamicCache()
-        self._advance(torch.arange(CONTEXT)[None] % 500)
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        self._advance(self.token)
-
-    def _advance(self, ids: torch.Tensor) -> None:
-        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self.token = out.logits[:, -1:].argmax(-1)
-
-
-def cpu_seconds_per_step(step: Callable[[], None], steps: int = STEPS) -> float:
-    started = time.process_time()
-    for _ in range(steps):
-        step()
-    return (time.process_time() - started) / steps
-
-
-def read_bandwidth(rounds: int) -> list[float]:
-    """Bytes per CPU second of one thread that reads 256 MB in eight streams and keeps nothing.
-
-    Raises NativeUnavailable: one stream alone, which is what torch offers, gives a third less.
-    """
-    read_all = load_library().read_all
-    read_all.argtypes, read_all.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_float
-    data = torch.ones(64 << 20)
-    rates = []
-    for _ in range(rounds + 1):
-        started = time.process_time()
-        read_all(data.data_ptr(), data.numel())
-        rates.append(data.nbytes / (time.process_time() - started))
-    return rates[1:]
-
-
 def bytes_per_step(backend: Backend, config: DecoderConfig, batch: int, context: int, kv: KvStorage) -> float:
     """Weights once, the KV of every sequence once."""
     read = kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, context * batch, kv)
@@ -136,7 +63,7 @@ def bytes_per_step(backend: Backend, config: DecoderConfig, batch: int, context:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class DecodeTurns:
     """CPU seconds per token of both, and bytes per CPU second read beside them, by round."""
 
     ours: list[float]
@@ -148,8 +75,8 @@ class Turns:
         return min(self.theirs, key=lambda dtype: statistics.median(self.theirs[dtype]))
 
 
-def take_turns(streams: Streams, peers: dict[str, Peer], rounds: int) -> Turns:
-    turns = Turns([], {dtype: [] for dtype in peers}, [])
+def take_turns(streams: Streams, peers: dict[str, Peer], rounds: int) -> DecodeTurns:
+    turns = DecodeTurns([], {dtype: [] for dtype in peers}, [])
     for number in range(rounds + 1):  # the first one warms up
         streams.restart()
         ours = cpu_seconds_per_step(streams.step)
@@ -166,18 +93,28 @@ def take_turns(streams: Streams, peers: dict[str, Peer], rounds: int) -> Turns:
 
 
 def against_transformers(
-    directory: Path, model: str, suffix: str, bits: str, rounds: int, is_vlm: bool
+    directory: Path,
+    model: str,
+    suffix: str,
+    bits: str,
+    rounds: int,
+    is_vlm: bool,
+    weights: WeightOption = "auto",
+    peer_dtypes: Sequence[torch.dtype] | None = None,
 ) -> dict[str, Any]:
     """Batch 1: CPU time per token of both, and our share of the read bandwidth where weights exceed the
-    cache. In 16 bits the opponent is transformers' faster one of bfloat16 and float16."""
+    cache. In 16 bits the opponent is transformers' faster one of bfloat16 and float16, which other
+    `peer_dtypes` replace."""
     config = Checkpoint.read(directory).decoder
-    dtype, peer_dtypes = ("float32", (torch.float32,)) if bits == "fp32" else ("bfloat16", HALVES)
+    dtype = "bfloat16" if bits == "16bit" else "float32"
+    peer_dtypes = peer_dtypes or (HALVES if bits == "16bit" else (torch.float32,))
     blocks = (CONTEXT + STEPS * 2) // BLOCK + 2
-    backend = load_backend(directory, num_blocks=blocks, block_size=BLOCK, dtype=dtype)
+    backend = load_backend(directory, num_blocks=blocks, block_size=BLOCK, dtype=dtype, weights=weights)
     peers = {str(d).removeprefix("torch."): Peer(directory, d, is_vlm) for d in peer_dtypes}
     turns = take_turns(Streams(backend, 1, CONTEXT), peers, rounds)
     ratios = [t / o for t, o in zip(turns.theirs[turns.best], turns.ours, strict=True)]
-    about = {"model": model, "dtype": dtype, "threads": 1, "batch": 1, "context": CONTEXT}
+    stored = dtype if weights == "auto" else weights
+    about = {"model": model, "dtype": stored, "threads": 1, "batch": 1, "context": CONTEXT}
     results = {
         f"decode_over_transformers_{bits}{suffix}": result(
             statistics.median(ratios),
@@ -190,7 +127,7 @@ def against_transformers(
             spread=spread(ratios),
         )
     }
-    moved = bytes_per_step(backend, config, 1, CONTEXT, "float32" if bits == "fp32" else "bfloat16")
+    moved = bytes_per_step(backend, config, 1, CONTEXT, "bfloat16" if bits == "16bit" else "float32")
     if moved > CACHE_BYTES:
         used = [moved / seconds / limit for seconds, limit in zip(turns.ours, turns.bandwidth, strict=True)]
         results[f"mbu_b1_{bits}{suffix}"] = result(
@@ -246,10 +183,43 @@ def smollm2_checkpoint() -> Iterator[Path]:
         yield Path(directory)
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """The names without a suffix are those of SmolLM2-135M's shape."""
+def gemma3(rounds: int, **changes: Any) -> dict[str, Any]:
+    """Weights of 32, 16, 8 and 4 bits. Beside 8 and 4, which transformers has not by itself, stands its
+    fastest of the others. `changes`: of the slice's config."""
+    results: dict[str, Any] = {}
+    storages: tuple[tuple[str, WeightOption], ...] = (
+        ("fp32", "float32"),
+        ("16bit", "auto"),
+        ("int8", "int8"),
+        ("int4", "int4"),
+    )
+    peers: Sequence[torch.dtype] | None = None
+    with gemma3_slice(**changes) as directory:
+        for bits, weights in storages:
+            say(f"decode: {GEMMA3}, beside transformers, {bits}")
+            results |= against_transformers(
+                directory, GEMMA3, "_gemma3", bits, rounds, is_vlm=False, weights=weights, peer_dtypes=peers
+            )
+            if bits == "16bit":
+                told = [results[f"decode_over_transformers_{bits}_gemma3"] for bits in ("fp32", "16bit")]
+                fastest = min(told, key=lambda figure: figure["theirs_ms"])
+                peers = (getattr(torch, fastest["opponent_dtype"]),)
+    return results
+
+
+def run(quick: bool = False, parts: Sequence[str] = ("small",)) -> dict[str, Any]:
     torch.set_num_threads(1)
     rounds = 2 if quick else 7
+    results: dict[str, Any] = {}
+    if "small" in parts:
+        results |= small(rounds)
+    if "gemma3" in parts:
+        results |= gemma3(min(rounds, 3))
+    return report("decode", results)
+
+
+def small(rounds: int) -> dict[str, Any]:
+    """The names without a suffix are those of SmolLM2-135M's shape."""
     results: dict[str, Any] = {}
     for bits in ("fp32", "16bit"):
         say(f"decode: the default model beside transformers, {bits}")
@@ -266,4 +236,4 @@ def run(quick: bool = False) -> dict[str, Any]:
         say(f"decode: {model}, batches of 8")
         results |= batch8(directory, model, "", rounds, LONG_CONTEXT)
         results |= batch8(directory, model, "_short_context", rounds, CONTEXT)
-    return report("decode", results)
+    return results

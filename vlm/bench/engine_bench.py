@@ -12,6 +12,7 @@ from llm.engine_config import EngineConfig
 from llm.request import Prompt, Request, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
+from vlm.bench.decoding.span_stalls import span_stalls
 from vlm.bench.harness.engine_load import Driver, ImageRequest, document, image_request, scheduled_requests
 from vlm.bench.harness.results import in_turn, report, result, spread
 from vlm.build import build_runner
@@ -221,13 +222,17 @@ def speculation(spec: ModelSpec, rounds: int) -> dict[str, Any]:
     return results
 
 
-def run(quick: bool = False) -> dict[str, Any]:
+def run(quick: bool = False, parts: Sequence[str] = ("scheduling",)) -> dict[str, Any]:
     spec = ModelSpec.load(OPTIONS.model)
-    phases = {
-        "slots in use": lambda: slot_use(spec, 64 if quick else 512),
-        "stalls": lambda: stalls(spec, 1 if quick else 5),
-        "first tokens": lambda: first_tokens(spec, 5 if quick else 30),
-        "batching": lambda: batching(spec, 1 if quick else 5),
-        "speculation": lambda: speculation(spec, 3 if quick else 15),
-    }
+    phases: dict[str, Callable[[], dict[str, Any]]] = {}
+    if "scheduling" in parts:
+        phases = {
+            "slots in use": lambda: slot_use(spec, 64 if quick else 512),
+            "stalls": lambda: stalls(spec, 1 if quick else 5),
+            "first tokens": lambda: first_tokens(spec, 5 if quick else 30),
+            "batching": lambda: batching(spec, 1 if quick else 5),
+            "speculation": lambda: speculation(spec, 3 if quick else 15),
+        }
+    if "span" in parts:
+        phases["an image span beside decodes"] = lambda: span_stalls(1 if quick else 5)
     return report("engine", in_turn("engine", phases))

@@ -26,13 +26,19 @@ from llm.request import (
     VisualKey,
     WantVisual,
 )
-from workers.contract.versions import MESSAGE_VERSION, known_fields, note_dropped
+from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, known_fields, note_dropped
 
 FRAME_HEADER = struct.Struct("!II")  # bytes of JSON, bytes of payload
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
 _REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "params", "priority", "namespace"}
+# The first version refuses a request with a parameter that it does not know, or with more of a span.
+_FIRST_PARAMS = {
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "beam_width", "stop",
+    "ignore_eos", "logprobs", "prompt_logprobs", "constraint",
+}  # fmt: skip
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (WantVisual, Delta, Finished, Failed, PromptLogprobs)
 }
@@ -53,14 +59,19 @@ def frame_sizes(header: bytes) -> tuple[int, int]:
     return json_bytes, payload_bytes
 
 
-def request_to_json(request: Request) -> dict[str, Any]:
-    prompt = request.prompt
+def request_to_json(request: Request, reader_version: int = MESSAGE_VERSION) -> dict[str, Any]:
+    """A reader of the first version gets what it knows, and answers as it always did."""
+    prompt, params = request.prompt, asdict(request.params)
+    spans = [[s.start, s.length, s.key, s.offset, s.shape] for s in prompt.spans]
+    if reader_version == FIRST_VERSION:
+        params = {name: value for name, value in params.items() if name in _FIRST_PARAMS}
+        spans = [span[:4] for span in spans]
     return {
         "version": MESSAGE_VERSION,
         "id": request.id,
         "token_ids": list(prompt.token_ids),
-        "spans": [[s.start, s.length, s.key, s.offset, s.shape] for s in prompt.spans],
-        "params": asdict(request.params),
+        "spans": spans,
+        "params": params,
         "priority": request.priority,
         "namespace": request.namespace,
     }
