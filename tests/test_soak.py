@@ -1,4 +1,4 @@
-"""The processes of a service hold no more for having answered more. `vlm bench serve --part soak` runs longer."""
+"""The processes of a service hold no more for having answered more: a short `vlm bench serve --part soak`."""
 
 from __future__ import annotations
 
