@@ -21,7 +21,7 @@ from llm.request import (
 )
 from llm.sampling.sampler import token_logprob
 from llm.scheduling.blocks import BlockPool
-from llm.scheduling.picks import Batch, Pick
+from llm.scheduling.picks import Pick, StepPicks
 from llm.scheduling.scheduler import Scheduler
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.visual_wants import VisualWants
@@ -55,7 +55,7 @@ class Committer:
         self._groups = groups
         self._beams = BeamRounds(pool)
 
-    def commit(self, batch: Batch, logits: np.ndarray, now: float, events: list[Event]) -> None:
+    def commit(self, batch: StepPicks, logits: np.ndarray, now: float, events: list[Event]) -> None:
         """`logits`: float32 [sum of num_logits, vocab], in pick order. What a request's own settings raise
         ends that request."""
         best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)

@@ -21,7 +21,7 @@ from llm.request import Event, Failed, Prompt, Request, RequestError, SamplingPa
 from llm.sampling.beam import BeamSearch
 from llm.sampling.sampler import SamplerState, check_params
 from llm.scheduling.blocks import BlockPool
-from llm.scheduling.picks import Batch
+from llm.scheduling.picks import StepPicks
 from llm.scheduling.scheduler import Scheduler
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.visual_wants import VisualWants
@@ -216,7 +216,7 @@ class Engine:
             except RequestError as error:
                 self._fail(group, error.code, error.message, events, error.param)
 
-    def _execute(self, batch: Batch, events: list[Event]) -> np.ndarray | None:
+    def _execute(self, batch: StepPicks, events: list[Event]) -> np.ndarray | None:
         try:
             return self._backend.execute(batch.plan())
         except Exception:
@@ -235,7 +235,7 @@ class Engine:
             self._counters.failed += 1
             events.append(Failed(group.id, code, message, param))
 
-    def _count_step(self, batch: Batch, seconds: float) -> None:
+    def _count_step(self, batch: StepPicks, seconds: float) -> None:
         counters = self._counters
         self._scheduler.budget.observe(batch.num_decodes, batch.num_chunk_tokens, seconds)
         counters.steps += 1

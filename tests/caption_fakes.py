@@ -15,12 +15,12 @@ from PIL import Image, ImageDraw
 
 from llm.request import Delta, Event, Failed, Finished, Request, Timings, Usage, VisualKey, WantVisual
 from preprocess.pages import PageLimits
-from vlm.caption.answers import Answerer
+from vlm.caption.answers import PageAnswerer
 from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
-from vlm.caption.presets import Question, make_question
+from vlm.caption.presets import PageQuestion, make_question
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
 from vlm.pipeline import Pipeline
@@ -114,7 +114,7 @@ async def caption(
     journal: Journal,
     engine: FakeEngine | None = None,
     *,
-    question: Question | None = None,
+    question: PageQuestion | None = None,
     revision: str = "r" * 32,
     options: RunOptions | None = None,
     started: Callable[[CaptionRun], None] | None = None,
@@ -126,7 +126,7 @@ async def caption(
     renderer = PageRenderer(limits)
     context = RowContext(question.digest, question.preset, "fake", revision)
     reader = DocumentReader(renderer, pipeline.limits, limits)
-    run = CaptionRun(Answerer(pipeline, journal, 0.5), journal, reader, question, context, options)
+    run = CaptionRun(PageAnswerer(pipeline, journal, 0.5), journal, reader, question, context, options)
     if started:
         started(run)
     try:

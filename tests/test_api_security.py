@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from vlm.api.guard.auth import KeyRing, check_exposure
 from vlm.api.guard.keys import ApiKey, read_keys
 from vlm.api.guard.quotas import Quotas
-from vlm.config import ConfigError, ServeConfig
+from vlm.config import ServeConfig, SettingsError
 from vlm.requests.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -177,13 +177,13 @@ def test_keys_file_is_checked(tmp_path: Path) -> None:
         f"[[keys]]\nname = 'a'\nsha256 = '{digest}'\n[[keys]]\nname = 'a'\nsha256 = '{'0' * 64}'\n",
     ):
         path.write_text(wrong)
-        with pytest.raises(ConfigError):
+        with pytest.raises(SettingsError):
             read_keys(path)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
 def test_no_start_on_a_public_address_without_keys(host: str) -> None:
-    with pytest.raises(ConfigError, match="no keys"):
+    with pytest.raises(SettingsError, match="no keys"):
         check_exposure(ServeConfig(host=host), KeyRing())
     check_exposure(ServeConfig(host=host), KEYS)
     check_exposure(ServeConfig(host=host, allow_public=True), KeyRing())

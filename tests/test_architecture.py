@@ -124,6 +124,25 @@ def test_no_file_outgrows_its_reader() -> None:
     assert not long, f"split these: {long}"
 
 
+# Of the training of the demonstration model, which carries twins of the product's classes.
+TRAINING_TWINS = {"Model", "Progress", "PromptBuilder", "Sequence", "Shape"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for package in MAY_IMPORT:
+        for path in sources(package):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    shared = {
+        name: paths
+        for name, paths in homes.items()
+        if len(paths) > 1 and not (name in TRAINING_TWINS and any("vlm/train/" in path for path in paths))
+    }
+    assert not shared, f"give these names of their own: {shared}"
+
+
 TORCH_FREE = [
     "preprocess.stage",
     "encoder.geometry",

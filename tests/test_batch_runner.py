@@ -13,7 +13,7 @@ from waiting import until
 
 from vlm.api.batches.batch_rows import RowFile, RowResult, error_result
 from vlm.api.batches.batch_runner import BatchRunner
-from vlm.api.batches.batch_store import Batch, BatchStore, Status
+from vlm.api.batches.batch_store import BatchJob, BatchStore, Status
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
 
@@ -65,7 +65,7 @@ class Bench:
         ]
         self.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def create(self, window_s: int = 100) -> Batch:
+    def create(self, window_s: int = 100) -> BatchJob:
         return self.store.create(
             "",
             "",
@@ -86,12 +86,12 @@ class Bench:
         return [json.loads(text) for text in self.files.path("", file_id).read_text().splitlines()]
 
 
-async def final(bench: Bench, batch: Batch) -> Batch:
+async def final(bench: Bench, batch: BatchJob) -> BatchJob:
     await until(lambda: bench.store.get("", batch.id).is_final)
     return bench.store.get("", batch.id)
 
 
-async def run_to_the_end(bench: Bench, batch: Batch) -> Batch:
+async def run_to_the_end(bench: Bench, batch: BatchJob) -> BatchJob:
     """By a runner that is started and closed around it."""
     runner = bench.runner(Rows())
     await runner.start()
@@ -119,13 +119,13 @@ def test_every_status_is_seen_in_its_place(
     seen: list[str] = [made.status]
     save = BatchStore.save
 
-    def note(store: BatchStore, batch: Batch) -> None:
+    def note(store: BatchStore, batch: BatchJob) -> None:
         seen.append(batch.status)
         save(store, batch)
 
     monkeypatch.setattr(BatchStore, "save", note)
 
-    async def run() -> Batch:
+    async def run() -> BatchJob:
         rows = Rows()
         if end in ("cancelled", "expired"):
             rows.hold.clear()
@@ -154,7 +154,7 @@ def test_an_expired_batch_says_so_for_every_row_that_was_not_run(data_dir: Path)
     bench = Bench(data_dir)
     made = bench.create()
 
-    async def run() -> Batch:
+    async def run() -> BatchJob:
         rows = Rows()
         rows.hold_after = 10
         runner = bench.runner(rows)
@@ -202,7 +202,7 @@ def test_a_killed_runner_leaves_rows_that_the_next_one_keeps(data_dir: Path, tor
     with (bench.store.folder(made) / "output.jsonl").open("ab") as out:
         out.write(torn)
 
-    async def go_on() -> Batch:
+    async def go_on() -> BatchJob:
         runner = bench.runner(second)
         await runner.start()
         batch = await final(bench, made)
@@ -223,7 +223,7 @@ def test_a_cancel_that_was_asked_for_before_a_restart_still_ends(data_dir: Path)
     bench.store.ask_to_cancel(made)
     rows = Rows()
 
-    async def run() -> tuple[Batch, Batch]:
+    async def run() -> tuple[BatchJob, BatchJob]:
         runner = bench.runner(rows)
         before = await runner.current(made)
         await runner.start()
@@ -244,7 +244,7 @@ def test_one_process_runs_the_batches_and_another_takes_over(
     first, second = Rows(), Rows()
     first.hold_after = 5
 
-    async def run() -> Batch:
+    async def run() -> BatchJob:
         one, other = bench.runner(first), bench.runner(second)
         await one.start()
         await until(lambda: len(first.started) >= 9)
@@ -310,7 +310,7 @@ def test_a_crash_between_publishing_and_its_state_publishes_again(
     class Killed(BaseException):
         pass
 
-    def dying(self: BatchStore, batch: Batch) -> None:
+    def dying(self: BatchStore, batch: BatchJob) -> None:
         if batch.status == "completed":
             raise Killed
         save(batch)
@@ -328,7 +328,7 @@ def test_a_crash_between_publishing_and_its_state_publishes_again(
     monkeypatch.undo()
     rows = Rows()
 
-    async def go_on() -> Batch:
+    async def go_on() -> BatchJob:
         runner = bench.runner(rows)
         await runner.start()
         batch = await final(bench, made)

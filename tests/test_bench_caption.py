@@ -13,7 +13,7 @@ from vlm.bench import caption_bench as caption
 from vlm.bench.captioning.caption_kills import Survival
 from vlm.bench.captioning.caption_reading import (
     Interval,
-    Page,
+    ReadPage,
     card_rates,
     compare,
     documents,
@@ -25,13 +25,13 @@ from vlm.config import DEFAULT_MODEL
 
 
 def test_the_error_rate_weighs_pages_by_length_and_its_interval_holds_it() -> None:
-    rate = error_rate([Page(1, 10), Page(0, 30), Page(3, 10)] * 10)
+    rate = error_rate([ReadPage(1, 10), ReadPage(0, 30), ReadPage(3, 10)] * 10)
     assert rate.value == 4 / 50 and rate.low < rate.value < rate.high
-    assert error_rate([Page(1, 10)] * 5) == Interval(0.1, 0.1, 0.1)
+    assert error_rate([ReadPage(1, 10)] * 5) == Interval(0.1, 0.1, 0.1)
 
 
 def test_more_pages_make_a_narrower_interval() -> None:
-    pages = [Page(number % 3, 10) for number in range(30)]
+    pages = [ReadPage(number % 3, 10) for number in range(30)]
     few, many = error_rate(pages), error_rate(pages * 10)
     assert many.high - many.low < few.high - few.low
 
@@ -46,7 +46,7 @@ def test_the_card_states_a_rate_for_every_kind_that_is_read() -> None:
 
 @pytest.mark.parametrize(("edits", "agrees"), [(1, True), (9, False)])
 def test_rates_agree_with_the_card_where_the_intervals_meet(edits: int, agrees: bool) -> None:
-    pages = [Page(edits * (number % 2), 10) for number in range(50)]
+    pages = [ReadPage(edits * (number % 2), 10) for number in range(50)]
     results = compare({"sign": pages, "label": pages}, {"sign": (100, 0.05), "label": (100, 0.05)})
     assert set(results) == {f"character_error_rate{kind}" for kind in ("", "_sign", "_label")}
     assert all(entry["agrees_with_card"] is agrees for entry in results.values())

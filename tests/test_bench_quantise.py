@@ -6,7 +6,7 @@ import pytest
 
 from llm.backend.native_build import why_unavailable
 from vlm.bench.decode_bench import DEFAULT_MODEL
-from vlm.bench.quantise_bench import FULL, STORED, TIMED, Stored, accuracy, sizes, speed
+from vlm.bench.quantise_bench import FULL, STORED, TIMED, StoredWeights, accuracy, sizes, speed
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -21,9 +21,11 @@ def test_measured_bytes_are_the_planned_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "points"), [(Stored("int8", "int8"), 1.0), (Stored("int4", "int8"), 3.0)])
+@pytest.mark.parametrize(
+    ("how", "points"), [(StoredWeights("int8", "int8"), 1.0), (StoredWeights("int4", "int8"), 3.0)]
+)
 def test_fields_read_from_small_numbers_are_as_right(
-    how: Stored, points: float, monkeypatch: pytest.MonkeyPatch
+    how: StoredWeights, points: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 100 documents; what the benchmark's 200 give stands in the README."""
     monkeypatch.setattr("vlm.bench.quantise_bench.STORED", (FULL, how))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm.caption.inputs import InputError, Skipped, Source, check_arguments, find_sources, natural_key
+from vlm.caption.inputs import InputError, InputSource, Skipped, check_arguments, find_sources, natural_key
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_list_file_names_anything(folder: Path) -> None:
 
 
 def test_a_batch_file_is_one_when_it_is_named(folder: Path) -> None:
-    assert list(find_sources(["scans/rows.jsonl"])) == [Source("scans/rows.jsonl", is_batch=True)]
+    assert list(find_sources(["scans/rows.jsonl"])) == [InputSource("scans/rows.jsonl", is_batch=True)]
 
 
 def test_loops_of_links_end(folder: Path) -> None:

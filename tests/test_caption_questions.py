@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from caption_fakes import FakeEngine, default_spec, png, rows_of, run
 
-from vlm.caption.presets import PRESETS, Question, make_question, read_schema
+from vlm.caption.presets import PRESETS, PageQuestion, make_question, read_schema
 
 
 def test_instruction_first_shares_the_text_prefix_over_all_pages(out: Path) -> None:
@@ -42,7 +42,7 @@ def test_instruction_first_shares_the_text_prefix_over_all_pages(out: Path) -> N
     ],
     ids=lambda value: value if isinstance(value, str) else value.preset,
 )
-def test_the_instruction_comes_first_where_it_fills_a_block(question: Question, order: str) -> None:
+def test_the_instruction_comes_first_where_it_fills_a_block(question: PageQuestion, order: str) -> None:
     """users.md C5: a prefix that is shorter than a block of the cache can't be shared."""
     resolved = question.resolved(default_spec())
     assert resolved.order == order

@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vlm.config import ConfigError
+from vlm.config import SettingsError
 from vlm.extras import require
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +156,7 @@ def test_an_extra_brings_what_is_asked_of_it(
     require(extra, what, *modules)
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(SettingsError) as error:
         require(extra, what, *modules)
     assert str(error.value) == (
         f"{what} needs {' and '.join(modules)}, not installed here: pip install 'vlm-serve[{extra}]'"

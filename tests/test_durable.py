@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vlm.api.batches.batch_store import Batch, BatchStore
+from vlm.api.batches.batch_store import BatchJob, BatchStore
 from vlm.api.storage.files import FileStore
 from vlm.caption.journal import Journal
 from vlm.caption.rows import PageRef, RowContext, error_row
@@ -83,7 +83,7 @@ def test_a_batch_and_what_it_was_told_keep_their_names(disk: Disk, tmp_path: Pat
     store = BatchStore(tmp_path)
     rows = tmp_path / "rows"
     rows.write_bytes(b"{}")
-    batch: Batch = store.create(
+    batch: BatchJob = store.create(
         "one",
         "caller",
         endpoint="/v1/chat/completions",

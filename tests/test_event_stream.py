@@ -16,7 +16,7 @@ from waiting import wait_for
 
 from llm.request import Delta, Event, Finished, Prompt, Request, TokenLogprob, Usage
 from workers.cluster.event_stream import EventPublisher, EventReader, append_event, stream_name
-from workers.cluster.node.remote_calls import Call, Delivery, Lost
+from workers.cluster.node.remote_calls import Delivery, Lost, RemoteCall
 from workers.cluster.redis_client import connect
 from workers.contract.messages import event_from_json
 from workers.contract.streams import end_tasks
@@ -159,17 +159,17 @@ def test_a_stream_goes_on_where_it_was_after_redis_was_away(redis_server: RedisS
     assert "".join(e.text for e in received if isinstance(e, Delta)) == "".join(f"<{n}>" for n in range(300))
 
 
-def a_call() -> Call:
-    call = Call(Request("c", Prompt((1,))), "key", 0.0, float("inf"))
+def a_call() -> RemoteCall:
+    call = RemoteCall(Request("c", Prompt((1,))), "key", 0.0, float("inf"))
     call.begin_attempt()
     return call
 
 
-def take(call: Call, number: int, events: list[dict[str, Any]]) -> None:
+def take(call: RemoteCall, number: int, events: list[dict[str, Any]]) -> None:
     call.take(number, [event_from_json(event) for event in events])
 
 
-def drain(call: Call) -> list[Any]:
+def drain(call: RemoteCall) -> list[Any]:
     events = []
     while not call.events.empty():
         events.append(call.events.get_nowait())

@@ -21,7 +21,7 @@ from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.types import ImageError, ImageInfo
 from vlm.caption import caption_runner, documents
-from vlm.caption.answers import Answerer, PageWork
+from vlm.caption.answers import PageAnswerer, PageWork
 from vlm.caption.documents import DocumentReader
 from vlm.caption.rows import INTERNAL, PageRef, RowContext
 from vlm.cli import tokens
@@ -149,11 +149,11 @@ def test_what_ends_the_program_is_not_taken_for_a_file_s_fault(
     error = type(make_error())
     with pytest.raises(error):
         documents.outcome("a.png", fail()).send(None)
-    monkeypatch.setattr(Answerer, "_generate", fail)
+    monkeypatch.setattr(PageAnswerer, "_generate", fail)
     context = RowContext("q", "caption", "fake", "r")
     work = PageWork(PageRef("a.png", 1, 1, "f"), context, "i", [], SamplingParams())
     with pytest.raises(error):
-        Answerer(fake_pipeline(FakeEngine()), None)._guarded(work).send(None)  # type: ignore[arg-type]
+        PageAnswerer(fake_pipeline(FakeEngine()), None)._guarded(work).send(None)  # type: ignore[arg-type]
     with pytest.raises(error), naming(Path("a.png"), b""):
         raise make_error()
 

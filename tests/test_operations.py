@@ -32,7 +32,7 @@ from vlm.api.observe.metrics import described
 from vlm.api.server import make_server
 from vlm.cli.main import app
 from vlm.cli.serve_command import merged, shown
-from vlm.config import ConfigError, EngineOptions, ServeConfig
+from vlm.config import EngineOptions, ServeConfig, SettingsError
 from vlm.requests.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -81,7 +81,7 @@ def test_the_environment_wins_over_the_file_and_options_over_both(
     ("variable", "value"), [("VLM_PORT", "99999"), ("VLM_THREADS", "two"), ("VLM_TRACES", "maybe")]
 )
 def test_a_wrong_variable_is_refused_by_the_settings_name(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^the environment: {variable[4:].lower()} must be"):
+    with pytest.raises(SettingsError, match=f"^the environment: {variable[4:].lower()} must be"):
         merged(None, {}, {variable: value})
 
 
@@ -111,7 +111,7 @@ def test_keys_come_from_the_file_and_the_environment(tmp_path: Path) -> None:
     one, two = (ring.authenticate({"authorization": f"Bearer {key}-secret"}) for key in ("first", "second"))
     assert one.name != two.name and one.namespace == two.namespace == "environment"
     for wrong in ({ENVIRONMENT: "short"}, {ENVIRONMENT: "from-file"}):
-        with pytest.raises(ConfigError):
+        with pytest.raises(SettingsError):
             load_keys(str(file), wrong)
 
 
@@ -202,7 +202,7 @@ def test_certificates_that_do_not_work_are_refused_in_one_line(tmp_path: Path) -
         {"tls_keyfile": str(other)},
     ):
         config = ServeConfig(data_dir=str(tmp_path / "data"), **wrong)
-        with pytest.raises(ConfigError, match="tls_certfile") as refused:
+        with pytest.raises(SettingsError, match="tls_certfile") as refused:
             make_server(create_app(make_pipeline(FakeEngine()), config), config)
         assert "\n" not in str(refused.value)
 

@@ -13,7 +13,7 @@ from vlm.plan.catalog import load_machine, load_model, machine_names, model_name
 from vlm.plan.labs.batch_lab import plan_batch, render_batch
 from vlm.plan.labs.image_lab import padding_waste, plan_image, render_image, with_encoder, with_pooling
 from vlm.plan.labs.kv_lab import capacity_curve, plan_kv, render_kv
-from vlm.plan.labs.serve_lab import Speculation, Workload, plan_serve, render_serve
+from vlm.plan.labs.serve_lab import SpeculationGain, Workload, plan_serve, render_serve
 
 H100 = load_machine("h100")
 LLAMA = load_model("llama-3-8b").decoder.lumped()
@@ -109,8 +109,8 @@ def test_a_cached_prefix_shortens_ttft_alone() -> None:
 
 
 def test_speculation_gains_alone_and_loses_in_a_crowd() -> None:
-    few = plan_serve(LLAMA, H100, Workload(512, 256, 1), speculation=Speculation(4))
-    many = plan_serve(LLAMA, H100, Workload(512, 256, 128), speculation=Speculation(4, 0.4))
+    few = plan_serve(LLAMA, H100, Workload(512, 256, 1), speculation=SpeculationGain(4))
+    many = plan_serve(LLAMA, H100, Workload(512, 256, 128), speculation=SpeculationGain(4, 0.4))
     assert few.speculation_speedup == pytest.approx(2.8, abs=0.02)
     assert many.speculation_speedup < 1 and any("loses" in note for note in many.notes)
 

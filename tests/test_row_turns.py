@@ -20,10 +20,11 @@ from vlm.api.batches import batch_check
 from vlm.api.batches.batch_check import all_places, check, read_places, validate
 from vlm.api.batches.batch_rows import RowBook, RowResult, encode_row, read_row
 from vlm.api.batches.batch_runner import SPARE, BatchRunner
-from vlm.api.batches.batch_store import Batch, BatchStore
+from vlm.api.batches.batch_store import BatchJob, BatchStore
 from vlm.api.batches.row_turns import RowTurns
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
+from workers.children.child import Child
 
 CHAT = "/v1/chat/completions"
 PER_KEY, PLACES = 3, 5
@@ -166,7 +167,7 @@ class Desk:
         self.files = FileStore(root, max_file_bytes=1 << 30, max_total_bytes=1 << 30)
         root.mkdir()
 
-    def batch(self, key: str, name: str, num_rows: int) -> Batch:
+    def batch(self, key: str, name: str, num_rows: int) -> BatchJob:
         path = self.root / f"{name}.jsonl"
         with path.open("w") as out:
             for number in range(num_rows):
@@ -337,16 +338,15 @@ def test_a_check_that_dies_is_begun_again_and_a_check_that_is_called_off_ends(
 ) -> None:
     monkeypatch.setattr(batch_check, "LARGE_BYTES", 0)
     path, index = rows_file(tmp_path / "in.jsonl", 20), tmp_path / "index.jsonl"
-    begun: list[asyncio.subprocess.Process] = []
-    start = asyncio.create_subprocess_exec
+    begun: list[Child] = []
 
-    async def dying(*command: str, **options: Any) -> asyncio.subprocess.Process:
-        begun.append(await start(*command, **options))
+    def dying(command: list[str]) -> Child:
+        begun.append(Child(command))
         if len(begun) < 3:
-            begun[-1].kill()
+            os.kill(begun[-1].pid, signal.SIGKILL)
         return begun[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", dying)
+    monkeypatch.setattr(batch_check, "Child", dying)
     assert asyncio.run(check(path, CHAT, index)) == (20, []) and len(begun) == 3
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # which nobody ever writes to
@@ -357,7 +357,7 @@ def test_a_check_that_dies_is_begun_again_and_a_check_that_is_called_off_ends(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert begun[-1].returncode == -signal.SIGKILL
+        assert begun[-1].exit_status == -signal.SIGKILL
 
     asyncio.run(call_off())
 

@@ -17,7 +17,7 @@ from vlm.cli import serve_command
 from vlm.cli.errors import BAD_INPUT, run
 from vlm.cli.main import app
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig, read_config
-from vlm.settings import Between, ConfigError, bounds, from_mapping
+from vlm.settings import Between, SettingsError, bounds, from_mapping
 from workers.cluster.redis_client import check_access
 from workers.contract.engine_client import EngineRefused
 from workers.local.engine_process import EngineProcess
@@ -40,7 +40,7 @@ def test_every_number_has_bounds_and_its_error_names_them(config: type, name: st
     wrong: list[Any] = [limit.low - 1, limit.high + 1, -1, "1", True, None, [1]]
     wrong += [math.nan, math.inf] if kind is float else [limit.low + 0.5]
     for value in wrong:
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(SettingsError) as refused:
             from_mapping(config, {name: value})
         told = str(refused.value)
         assert told.startswith(f"{name} must be ") and "\n" not in told
@@ -50,12 +50,12 @@ def test_every_number_has_bounds_and_its_error_names_them(config: type, name: st
 
 
 def test_all_wrong_settings_are_told_at_once_and_no_secret_with_them() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(SettingsError) as refused:
         ServeConfig(port=99999, max_queued=-1, variant="slow", broker="http://user:secret@host")  # type: ignore[arg-type]
     told = str(refused.value)
     assert all(name in told for name in ("port", "max_queued", "fast, exact", "broker"))
     assert "secret" not in told
-    with pytest.raises(ConfigError, match="threads"):
+    with pytest.raises(SettingsError, match="threads"):
         replace(EngineOptions(), threads=0)
 
 
@@ -80,7 +80,7 @@ def test_texts_have_forms(name: str, good: list[str], wrong: list[str]) -> None:
     for value in good:
         assert getattr(ServeConfig(**{name: value}), name) == value
     for value in wrong:
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(SettingsError, match=name):
             ServeConfig(**{name: value})
 
 
@@ -98,7 +98,7 @@ def test_texts_have_forms(name: str, good: list[str], wrong: list[str]) -> None:
 def test_a_wrong_file_is_refused_in_one_line(text: str | bytes, told: str, tmp_path: Path) -> None:
     file = tmp_path / "vlm.toml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(SettingsError, match=told) as refused:
         serve_command.merged(file, {}, {})
     assert "\n" not in str(refused.value)
 

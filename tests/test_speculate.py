@@ -19,7 +19,7 @@ from llm.constraints.constrain import Grammars
 from llm.cost import Machine, speculation_pays
 from llm.engine_config import EngineConfig
 from llm.request import Request, SamplingParams
-from llm.sampling.draft import Draft, NGramDraft
+from llm.sampling.draft import Drafter, NGramDraft
 from llm.sampling.sampler import SamplerState
 from llm.scheduling.speculate import Speculation
 from vlm.bench.harness.engine_load import Driver, document, image_request
@@ -69,7 +69,7 @@ class Always:
         return self._guesses[:count]
 
 
-def speculate_with(harness: Harness, draft: Draft, num_draft: int = 4) -> Speculation:
+def speculate_with(harness: Harness, draft: Drafter, num_draft: int = 4) -> Speculation:
     speculation = Speculation(lambda: draft, num_draft, None)
     harness.engine._scheduler.speculation = speculation
     return speculation

@@ -12,7 +12,7 @@ import pytest
 from vlm.build import build_served_pipeline, check_storage
 from vlm.cli.errors import BAD_INPUT, run
 from vlm.cli.serve_command import merged
-from vlm.config import ConfigError, EngineOptions, ServeConfig
+from vlm.config import EngineOptions, ServeConfig, SettingsError
 from vlm.settings import from_mapping
 from vlm.spec import ModelSpec
 
@@ -63,15 +63,15 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"weights": "int9"}, {"kv": "int4"}, {"dtype": "float8"}])
 def test_a_file_with_a_wrong_storage_is_refused_with_the_known_ones(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"must be one of .*float32, bfloat16, float16.*, not '"):
+    with pytest.raises(SettingsError, match=r"must be one of .*float32, bfloat16, float16.*, not '"):
         from_mapping(EngineOptions, values)
 
 
 def test_what_torch_lacks_is_refused_before_a_process_starts() -> None:
     options = EngineOptions(backend="torch", weights="int8")
-    with pytest.raises(ConfigError, match="int8 weights need the native backend"):
+    with pytest.raises(SettingsError, match="int8 weights need the native backend"):
         build_served_pipeline(ServeConfig(), options)
-    with pytest.raises(ConfigError, match="float16 KV cache needs the native backend"):
+    with pytest.raises(SettingsError, match="float16 KV cache needs the native backend"):
         check_storage(EngineOptions(device="cuda", kv="float16"))
     check_storage(EngineOptions(backend="torch", kv="int8"))
     check_storage(EngineOptions(device="cuda", dtype="bfloat16", weights="bfloat16"))
@@ -79,7 +79,7 @@ def test_what_torch_lacks_is_refused_before_a_process_starts() -> None:
 
 def test_a_machine_without_the_native_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm.backend.native_build.compiler", lambda: None)
-    with pytest.raises(ConfigError, match=r"int4 weights .*; the native backend needs a C\+\+ compiler"):
+    with pytest.raises(SettingsError, match=r"int4 weights .*; the native backend needs a C\+\+ compiler"):
         check_storage(EngineOptions(weights="int4"))
     check_storage(EngineOptions())
 

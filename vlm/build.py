@@ -16,7 +16,7 @@ from preprocess.limits import ImageLimits
 from preprocess.memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.checkpoint import Checkpoint
-from vlm.config import MEBIBYTE, ConfigError, EngineOptions, ServeConfig
+from vlm.config import MEBIBYTE, EngineOptions, ServeConfig, SettingsError
 from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 def check_device(name: str) -> None:
-    """Raises ConfigError for a device that torch has not on this machine. Imports torch."""
+    """Raises SettingsError for a device that torch has not on this machine. Imports torch."""
     import torch
 
     try:
         torch.empty(1, device=name).cpu()
     except (RuntimeError, NotImplementedError, AssertionError):
-        raise ConfigError(f"device is {name}, and torch finds no such device on this machine") from None
+        raise SettingsError(f"device is {name}, and torch finds no such device on this machine") from None
 
 
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
@@ -240,11 +240,11 @@ def build_preprocess(config: ServeConfig) -> PreprocessStage:
 
 
 def build_engine_client(config: ServeConfig, options: EngineOptions, spec: ModelSpec) -> EngineClient:
-    """A process of our own, or the generate workers behind the broker. Raises ConfigError."""
+    """A process of our own, or the generate workers behind the broker. Raises SettingsError."""
     if not config.remote_engine:
         return EngineProcess(engine_command(options), stall_s=options.stall_s)
     if not config.broker:
-        raise ConfigError("a remote engine needs a broker: --remote-engine --broker redis://HOST:PORT/0")
+        raise SettingsError("a remote engine needs a broker: --remote-engine --broker redis://HOST:PORT/0")
     from workers.cluster.node.remote_engine import RemoteEngine
 
     return RemoteEngine(
@@ -257,7 +257,7 @@ def build_engine_client(config: ServeConfig, options: EngineOptions, spec: Model
 
 
 def check_storage(options: EngineOptions) -> None:
-    """Before a process is started for it. Raises ConfigError where the backend can't store so."""
+    """Before a process is started for it. Raises SettingsError where the backend can't store so."""
     from llm.backend.native_build import why_unavailable
 
     reason = "" if options.backend == "torch" or options.device != "cpu" else why_unavailable()
@@ -266,7 +266,7 @@ def check_storage(options: EngineOptions) -> None:
     try:
         storage_of(options.dtype, options.weights, options.kv, native=False)
     except ValueError as error:
-        raise ConfigError("; ".join(filter(None, (str(error), reason)))) from None
+        raise SettingsError("; ".join(filter(None, (str(error), reason)))) from None
 
 
 def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeline:

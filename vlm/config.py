@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from llm.storage import KvOption, KvStorage, WeightOption
-from vlm.settings import Between, Checked, ConfigError, Form
+from vlm.settings import Between, Checked, Form, SettingsError
 
 MEBIBYTE = 1 << 20  # what settings named *_mb count
 # Where a tower takes an image whole, at its own size, it has at most so many pixels: 1,280 cells of 28 x 28
@@ -121,12 +121,12 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     try:
         tables = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise SettingsError(f"can't read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
     unknown = sorted(tables.keys() - {"serve", "engine"})
     if unknown:
-        raise ConfigError(f"unknown table {', '.join(unknown)} in {path}; known: engine, serve")
+        raise SettingsError(f"unknown table {', '.join(unknown)} in {path}; known: engine, serve")
     if not all(isinstance(table, dict) for table in tables.values()):
-        raise ConfigError(f"{path} holds the tables [serve] and [engine]")
+        raise SettingsError(f"{path} holds the tables [serve] and [engine]")
     return tables

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from vlm.config import ConfigError
+from vlm.config import SettingsError
 
 
 def require(extra: str, what: str, *modules: str) -> None:
     """Raises ConfigError where one of the modules is missing: `what` needs it, `extra` brings it."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise ConfigError(
+        raise SettingsError(
             f"{what} needs {' and '.join(missing)}, not installed here: pip install 'vlm-serve[{extra}]'"
         )

@@ -13,7 +13,7 @@ T = TypeVar("T")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-class ConfigError(ValueError):
+class SettingsError(ValueError):
     """A setting that is unknown or out of range; the message names it and what is accepted."""
 
 
@@ -121,7 +121,7 @@ class Checked:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` with every setting that is wrong."""
+        """Raises `SettingsError` with every setting that is wrong."""
         cls: type = type(self)
         found = []
         for name, rule in _rules(cls).items():
@@ -131,13 +131,13 @@ class Checked:
                     f"{name} must be {accepted}" + ("" if rule.is_secret else f", not {value!r:.80}")
                 )
         if found:
-            raise ConfigError("; ".join(found))
+            raise SettingsError("; ".join(found))
 
 
 def from_mapping(cls: type[T], values: dict[str, Any]) -> T:
-    """A config of dataclass `cls`. Raises `ConfigError` naming unknown keys and wrong values."""
+    """A config of dataclass `cls`. Raises `SettingsError` naming unknown keys and wrong values."""
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return cls(**values)

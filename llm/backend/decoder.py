@@ -67,7 +67,7 @@ class SequenceSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecoderInputs:
     """One step's input on the device."""
 
     token_ids: Tensor  # int64 [T]
@@ -158,7 +158,7 @@ class Decoder:
         self.rotations = tuple(rope_table(rope, num_positions, device, dtype) for rope in config.ropes)
         self.ticks = np.zeros(1, np.int64)  # layers done
 
-    def forward(self, batch: Batch, pool: KvPool) -> Tensor:
+    def forward(self, batch: DecoderInputs, pool: KvPool) -> Tensor:
         """Writes the batch's KV into `pool` and returns logits [R, vocab_size] of the wanted rows."""
         x = F.embedding(batch.token_ids, self.weights.embedding)
         if self.config.embedding_scale != 1.0:
@@ -191,7 +191,7 @@ class Decoder:
         d = self.config.d_model
         return rows[:, index * d : (index + 1) * d].to(x.device, x.dtype)
 
-    def _turns(self, table: Tensor, batch: Batch) -> Tensor:
+    def _turns(self, table: Tensor, batch: DecoderInputs) -> Tensor:
         """A table's values for every row of the batch, [T, 1, D]."""
         axes = self.config.rope_axes
         if batch.rope is None or not axes:
@@ -245,7 +245,9 @@ class Decoder:
             out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window, span.visible)
         return out
 
-    def _split(self, batch: Batch, block_size: int) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
+    def _split(
+        self, batch: DecoderInputs, block_size: int
+    ) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
         """One-token sequences to attend to at once, and the spans to attend to one by one."""
         single = [span for span in batch.spans if span.end - span.begin == 1]
         width = max((span.blocks.shape[0] for span in single), default=0)

@@ -53,7 +53,7 @@ class LayerKv:
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedBlocks:
+class TensorSwap:
     """KV of swapped-out blocks on the host, scales included."""
 
     data: Tensor  # [layers, 2, K, n, block_size, D]
@@ -90,12 +90,12 @@ class KvPool:
         for part in self._parts():
             part[:, :, :, target] = part[:, :, :, source]
 
-    def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
+    def swap_out(self, blocks: tuple[int, ...]) -> TensorSwap:
         """Copies on the host, in their order."""
         copies = [part[:, :, :, list(blocks)].to("cpu", copy=True) for part in self._parts()]
-        return SwappedBlocks(copies[0], copies[1] if len(copies) > 1 else None)
+        return TensorSwap(copies[0], copies[1] if len(copies) > 1 else None)
 
-    def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
+    def swap_in(self, handle: TensorSwap, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         if handle.data.shape[3] != len(blocks):
             raise ValueError("a swapped-out handle must go back into as many blocks as it came from")

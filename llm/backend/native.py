@@ -36,7 +36,7 @@ PAGE = 16  # positions; a block is one page or several
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedBlocks:
+class NativeSwap:
     """KV of swapped-out blocks, scales included: [layers, n, elements of a block]."""
 
     data: np.ndarray
@@ -223,10 +223,10 @@ class NativeBackend:
         """float32 [vocab_size, d_model]."""
         return _widened(self._embedding[:])
 
-    def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
-        return SwappedBlocks(self._pool[:, list(blocks)])
+    def swap_out(self, blocks: tuple[int, ...]) -> NativeSwap:
+        return NativeSwap(self._pool[:, list(blocks)])
 
-    def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
+    def swap_in(self, handle: NativeSwap, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         if handle.data.shape[1] != len(blocks):
             raise ValueError("a swapped-out handle must go back into as many blocks as it came from")

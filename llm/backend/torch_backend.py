@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from llm.backend.base import StepPlan
-from llm.backend.decoder import Batch, Decoder, DecoderWeights, SequenceSpan
-from llm.backend.kv_pool import KvPool, SwappedBlocks
+from llm.backend.decoder import Decoder, DecoderInputs, DecoderWeights, SequenceSpan
+from llm.backend.kv_pool import KvPool, TensorSwap
 from llm.backend.ragged import Limits, Ragged, flatten
 from llm.decoder_config import DecoderConfig
 
@@ -55,7 +55,7 @@ class TorchBackend:
         logits = self.decoder.forward(self._batch(plan, ragged), self.pool)
         return logits.to("cpu", torch.float32).numpy()
 
-    def _batch(self, plan: StepPlan, ragged: Ragged) -> Batch:
+    def _batch(self, plan: StepPlan, ragged: Ragged) -> DecoderInputs:
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device, torch.int64)
 
@@ -65,7 +65,7 @@ class TorchBackend:
             for i, item in enumerate(plan.items)
             for visual in item.visuals
         )
-        return Batch(
+        return DecoderInputs(
             token_ids=on_device(ragged.token_ids),
             positions=on_device(ragged.positions),
             slots=on_device(ragged.slots),
@@ -112,9 +112,9 @@ class TorchBackend:
         """float32 [vocab_size, d_model]."""
         return self.decoder.weights.embedding.to("cpu", torch.float32).numpy()
 
-    def swap_out(self, blocks: tuple[int, ...]) -> SwappedBlocks:
+    def swap_out(self, blocks: tuple[int, ...]) -> TensorSwap:
         return self.pool.swap_out(blocks)
 
-    def swap_in(self, handle: SwappedBlocks, blocks: tuple[int, ...]) -> None:
+    def swap_in(self, handle: TensorSwap, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         self.pool.swap_in(handle, blocks)

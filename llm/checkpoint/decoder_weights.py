@@ -36,7 +36,7 @@ class WeightsError(ValueError):
     """A checkpoint whose tensors do not fit its config; the text names the tensor."""
 
 
-class Checkpoint:
+class DecoderCheckpoint:
     """Tensors of one or many safetensors files by name, read on demand."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
@@ -86,7 +86,7 @@ def load_weights(
 ) -> DecoderWeights:
     """Raises WeightsError for missing, unexpected or misshapen tensors, ConfigError for a broken index."""
     with ExitStack() as stack:
-        checkpoint = Checkpoint(directory, stack)
+        checkpoint = DecoderCheckpoint(directory, stack)
         prefix = next((p for p in names.prefixes if f"{p}embed_tokens.weight" in checkpoint.names), None)
         if prefix is None:
             raise WeightsError("the checkpoint has no embed_tokens.weight")
@@ -154,7 +154,7 @@ def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int,
 
 
 def _check_names(
-    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], others: tuple[str, ...]
+    checkpoint: DecoderCheckpoint, shapes: Mapping[str, tuple[int, ...]], others: tuple[str, ...]
 ) -> None:
     names = {n for n in checkpoint.names if not n.startswith(others) and not _IGNORED.search(n)}
     if missing := sorted(set(shapes) - names):
@@ -288,4 +288,4 @@ def _native_fits(device: str, block_size: int) -> bool:
     return True
 
 
-__all__ = ["Checkpoint", "ConfigError", "WeightsError", "load_backend", "load_weights"]
+__all__ = ["ConfigError", "DecoderCheckpoint", "WeightsError", "load_backend", "load_weights"]

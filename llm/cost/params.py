@@ -19,7 +19,7 @@ class CostError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class WeightLayout:
     """How a family differs from Llama: pre-norm, RMSNorm, gated MLP, no biases, untied head."""
 
     qkv_bias: bool = False
@@ -35,30 +35,33 @@ class Family:
     positions: bool = False  # learned position embeddings
 
 
-_LAYER_NORM = Family(
+_LAYER_NORM = WeightLayout(
     qkv_bias=True, out_bias=True, norm_bias=True, gated_mlp=False, mlp_bias=True, positions=False
 )
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "smollm3": Family(tied=True),
-    "mistral": Family(),
-    "mixtral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True, shared_expert_gate=True),
-    "qwen3": Family(qk_norm="head"),
-    "qwen3_moe": Family(qk_norm="head"),
-    "qwen3_next": Family(qk_norm="head", gated_query=True, shared_expert_gate=True),
-    "qwen3_5_text": Family(qk_norm="head", gated_query=True),
-    "qwen3_5_moe_text": Family(qk_norm="head", gated_query=True, shared_expert_gate=True),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), Family(qkv_bias=True)),
-    "qwen3_vl_text": Family(qk_norm="head"),
-    "gemma": Family(tied=True),
-    "gemma2": Family(norms_per_layer=4, tied=True),
-    "gemma3_text": Family(qk_norm="head", norms_per_layer=4, tied=True),
-    "olmo2": Family(qk_norm="full"),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
-    "gpt2": Family(
+FAMILIES: dict[str, WeightLayout] = {
+    "llama": WeightLayout(),
+    "smollm3": WeightLayout(tied=True),
+    "mistral": WeightLayout(),
+    "mixtral": WeightLayout(),
+    "qwen2": WeightLayout(qkv_bias=True),
+    "qwen2_moe": WeightLayout(qkv_bias=True, shared_expert_gate=True),
+    "qwen3": WeightLayout(qk_norm="head"),
+    "qwen3_moe": WeightLayout(qk_norm="head"),
+    "qwen3_next": WeightLayout(qk_norm="head", gated_query=True, shared_expert_gate=True),
+    "qwen3_5_text": WeightLayout(qk_norm="head", gated_query=True),
+    "qwen3_5_moe_text": WeightLayout(qk_norm="head", gated_query=True, shared_expert_gate=True),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), WeightLayout(qkv_bias=True)
+    ),
+    "qwen3_vl_text": WeightLayout(qk_norm="head"),
+    **dict.fromkeys(("paddleocr_vl_text", "paddleocr_vl"), WeightLayout(tied=True)),
+    "gemma": WeightLayout(tied=True),
+    "gemma2": WeightLayout(norms_per_layer=4, tied=True),
+    "gemma3_text": WeightLayout(qk_norm="head", norms_per_layer=4, tied=True),
+    "olmo2": WeightLayout(qk_norm="full"),
+    "deepseek_v2": WeightLayout(),
+    "deepseek_v3": WeightLayout(),
+    "gpt2": WeightLayout(
         qkv_bias=True,
         out_bias=True,
         norm_bias=True,
@@ -68,7 +71,7 @@ FAMILIES: dict[str, Family] = {
         positions=True,
     ),
     "gpt_neox": _LAYER_NORM,
-    "starcoder2": Family(
+    "starcoder2": WeightLayout(
         qkv_bias=True, out_bias=True, norm_bias=True, gated_mlp=False, mlp_bias=True, tied=True
     ),
 }
@@ -105,7 +108,7 @@ def _names_of(key: str) -> list[tuple[str, ...]]:
     return [(name, *others) for name, others in _ALIASES.items() if key == name or key in others]
 
 
-def family_of(config: Config) -> tuple[Family, bool]:
+def family_of(config: Config) -> tuple[WeightLayout, bool]:
     """The decoder's family and whether it is one we know; others are counted as Llama's."""
     name = str(config.get("model_type", "llama"))
     return FAMILIES.get(name, FAMILIES["llama"]), name in FAMILIES
@@ -171,7 +174,7 @@ def _num_heads(config: Config) -> int:
     return int(read(config, "num_attention_heads"))
 
 
-def attention_params(config: Config, family: Family) -> int:
+def attention_params(config: Config, family: WeightLayout) -> int:
     d, heads = int(read(config, "hidden_size")), _num_heads(config)
     if config.get("kv_lora_rank"):
         return mla_params(config)
@@ -221,7 +224,7 @@ def gated_mlp_params(d: int, width: int) -> int:
     return 3 * d * width
 
 
-def mlp_params(config: Config, family: Family) -> int:
+def mlp_params(config: Config, family: WeightLayout) -> int:
     d, width = int(read(config, "hidden_size")), _dense_width(config)
     params = gated_mlp_params(d, width) if family.gated_mlp else 2 * d * width
     if family.mlp_bias or config.get("mlp_bias", False):
@@ -229,7 +232,7 @@ def mlp_params(config: Config, family: Family) -> int:
     return params
 
 
-def shared_params(config: Config, family: Family) -> int:
+def shared_params(config: Config, family: WeightLayout) -> int:
     """What every token of an expert layer uses: router and shared experts."""
     d = int(read(config, "hidden_size"))
     router = d * int(read(config, "num_experts"))

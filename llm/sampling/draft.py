@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Draft(Protocol):
+class Drafter(Protocol):
     """Guesses for one sequence; tokens are only ever appended between two calls."""
 
     def propose(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from llm.scheduling.sequence import Group
 from llm.scheduling.visual_wants import VisualFailure, VisualWants
 
 
-class Admission:
+class SequenceAdmission:
     """Admits in `Group.order`. A group that waits for images, for its grammar, or for a prefix
     that another group is computing, is passed over; one that lacks slots or blocks is not overtaken."""
 

@@ -26,7 +26,7 @@ class Pick:
 
 
 @dataclass(slots=True)
-class Batch:
+class StepPicks:
     """One step, decided: what to execute and whom it serves, in item order."""
 
     picks: list[Pick] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Picker:
         self._wants = wants
         self._budget = budget
 
-    def pick(self, running: Series[Group], batch: Batch, now: float) -> None:
+    def pick(self, running: Series[Group], batch: StepPicks, now: float) -> None:
         decodes: list[Pick] = []
         chunks: list[_Chunk] = []
         for group in running:
@@ -100,7 +100,7 @@ class Picker:
             chunks = chunks[len(ahead) :]  # those tried have nothing that can be computed now
         self._take(decodes, chunks, batch, now)
 
-    def _take(self, decodes: list[Pick], chunks: Series[_Chunk], batch: Batch, now: float) -> None:
+    def _take(self, decodes: list[Pick], chunks: Series[_Chunk], batch: StepPicks, now: float) -> None:
         batch.picks = decodes
         batch.num_decodes = len(decodes)
         if not chunks:

@@ -7,10 +7,10 @@ from typing import Any
 
 from llm.engine_config import EngineConfig
 from llm.sampling.draft import NGramDraft
-from llm.scheduling.admission import Admission
+from llm.scheduling.admission import SequenceAdmission
 from llm.scheduling.blocks import BlockPool
 from llm.scheduling.budget import StepBudget
-from llm.scheduling.picks import Batch, Picker
+from llm.scheduling.picks import Picker, StepPicks
 from llm.scheduling.preempt import Preemption
 from llm.scheduling.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.scheduling.queues import Queues, SchedulerCounters, order_of
@@ -60,7 +60,7 @@ class Scheduler:
             config, pool, self.prefixes, wants, self.queues, self.counters, swap_out, swap_in
         )
         self._picker = Picker(config, wants, self.budget, whole_spans)
-        self._admission = Admission(
+        self._admission = SequenceAdmission(
             config, pool, self.prefixes, wants, self.queues, self.counters, self.preemption
         )
 
@@ -87,8 +87,8 @@ class Scheduler:
         own = (self._pool.num_blocks - shared) // width
         return (shared + own) * self._pool.block_size - num_prompt
 
-    def plan(self, now: float) -> Batch:
-        batch = Batch()
+    def plan(self, now: float) -> StepPicks:
+        batch = StepPicks()
         batch.failures += self._wants.settle(now)
         batch.failures += self._admission.admit(now)
         if self.speculation is not None:
@@ -99,7 +99,7 @@ class Scheduler:
 
     # 2. grow
 
-    def _grow(self, batch: Batch, now: float) -> None:
+    def _grow(self, batch: StepPicks, now: float) -> None:
         index = 0
         while index < len(self.queues.running):
             group = self.queues.running[index]
@@ -146,7 +146,7 @@ class Scheduler:
             left[block] = holders - 1
         return writers
 
-    def _extend(self, group: Group, batch: Batch) -> None:
+    def _extend(self, group: Group, batch: StepPicks) -> None:
         pool = self._pool
         if group.fork_at is not None:
             for seq in self._tail_writers(group):

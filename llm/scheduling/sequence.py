@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.request import Request, TokenLogprob, VisualKey
 from llm.sampling.beam import BeamSearch
-from llm.sampling.draft import Draft
+from llm.sampling.draft import Drafter
 from llm.sampling.sampler import SamplerState
 from llm.scheduling.blocks import BlockContent, BlockKey
 from llm.text.outputs import TextStream
@@ -59,7 +59,7 @@ class Sequence:
         self.contents: list[BlockContent] = []
         self.shares_tail = False  # a fork: the block of position num_computed may have other holders
         self.draft: tuple[int, ...] = ()  # proposed tokens after the last one, verified in the same step
-        self.drafter: Draft | None = None
+        self.drafter: Drafter | None = None
         self.draft_limit = 1  # longest draft of the next step
         self.draft_pause = 0  # steps without drafts left
         self.logprobs: list[TokenLogprob] = []  # kept for beams only; others stream theirs

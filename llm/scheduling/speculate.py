@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from llm.engine_config import PaysRule
-from llm.sampling.draft import Draft
+from llm.sampling.draft import Drafter
 from llm.scheduling.sequence import Group, Sequence
 
 _PAUSE = 16  # tokens without guesses after guesses failed; then one is tried
@@ -20,7 +20,7 @@ _PAUSE = 16  # tokens without guesses after guesses failed; then one is tried
 class Speculation:
     """Gives guesses to running sequences, fewer or none where they were wrong or don't pay."""
 
-    def __init__(self, make_draft: Callable[[], Draft], num_draft: int, pays: PaysRule | None) -> None:
+    def __init__(self, make_draft: Callable[[], Drafter], num_draft: int, pays: PaysRule | None) -> None:
         self._make_draft = make_draft
         self._num_draft = num_draft
         self._pays = pays

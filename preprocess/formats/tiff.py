@@ -60,7 +60,7 @@ _MAX_VALUE_BYTES = 1 << 19  # of any other tag: a palette of 16 bits has 384 KiB
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TiffLayout:
     order: str  # "<" or ">"
     big: bool
 
@@ -91,13 +91,13 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TiffEntry:
     tag: int
     kind: int
     count: int
     value: bytes  # the values themselves, wherever they stood
 
-    def integers(self, layout: Layout) -> tuple[int, ...]:
+    def integers(self, layout: TiffLayout) -> tuple[int, ...]:
         """Raises ImageError `invalid_image` where there is none."""
         if self.kind not in INTEGERS or not self.count:
             raise invalid_image()
@@ -108,11 +108,11 @@ def is_tiff(head: Buffer) -> bool:
     return head[:4] in (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 
 
-def layout_of(data: Buffer) -> Layout:
+def layout_of(data: Buffer) -> TiffLayout:
     if not is_tiff(data):
         raise invalid_image()
     head = data[:4]
-    return Layout("<" if head[:2] == b"II" else ">", b"+" in head)
+    return TiffLayout("<" if head[:2] == b"II" else ">", b"+" in head)
 
 
 @damage_is_refused()
@@ -152,14 +152,14 @@ def unpack(form: str, data: Buffer, at: int) -> tuple[int, ...]:
     return struct.unpack(form, data[at : at + struct.calcsize(form)])
 
 
-def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]:
+def pixel_entries(data: Buffer, layout: TiffLayout, offset: int) -> dict[int, TiffEntry]:
     """Entries by tag, those of PIXEL_TAGS; the first of several counts.
 
     Raises ImageError `invalid_image` for values that lie outside the file or are more than any page needs,
     and struct.error.
     """
     start, count = _directory(data, layout, offset)
-    entries: dict[int, Entry] = {}
+    entries: dict[int, TiffEntry] = {}
     for at in range(start, start + count * layout.entry_bytes, layout.entry_bytes):
         tag, kind, number = unpack(layout.entry, data, at)
         if tag not in PIXEL_TAGS or tag in entries or kind not in _TYPE_BYTES:
@@ -171,11 +171,11 @@ def pixel_entries(data: Buffer, layout: Layout, offset: int) -> dict[int, Entry]
             (place,) = unpack(layout.offset, data, place)
         if length > most or place + length > len(data):
             raise invalid_image()
-        entries[tag] = Entry(tag, kind, number, data[place : place + length])
+        entries[tag] = TiffEntry(tag, kind, number, data[place : place + length])
     return entries
 
 
-def _directory(data: Buffer, layout: Layout, offset: int) -> tuple[int, int]:
+def _directory(data: Buffer, layout: TiffLayout, offset: int) -> tuple[int, int]:
     """(place of the first entry, number of entries)."""
     (count,) = unpack(layout.count, data, offset)
     if count > MAX_ENTRIES:
@@ -183,7 +183,7 @@ def _directory(data: Buffer, layout: Layout, offset: int) -> tuple[int, int]:
     return offset + struct.calcsize(layout.count), count
 
 
-def _is_no_page(data: Buffer, layout: Layout, start: int, count: int) -> bool:
+def _is_no_page(data: Buffer, layout: TiffLayout, start: int, count: int) -> bool:
     """A smaller version of a page, or its mask."""
     for index in range(min(count, _NUM_KIND_ENTRIES)):
         at = start + index * layout.entry_bytes

@@ -22,8 +22,8 @@ from preprocess.formats.tiff import (
     TILE_WIDTH,
     TILES,
     Buffer,
-    Entry,
-    Layout,
+    TiffEntry,
+    TiffLayout,
     layout_of,
     pixel_entries,
 )
@@ -98,7 +98,7 @@ class _Pieces:
         return self.take(start, max(0, len(self._data) - start))
 
 
-def _chunks(layout: Layout, entries: dict[int, Entry], pieces: _Pieces) -> dict[int, list[bytes]]:
+def _chunks(layout: TiffLayout, entries: dict[int, TiffEntry], pieces: _Pieces) -> dict[int, list[bytes]]:
     """Strips or tiles, under the tag of their offsets."""
     tags = next((tags for tags in (STRIPS, TILES) if tags[0] in entries), None)
     if tags is None or tags[1] not in entries:
@@ -107,7 +107,7 @@ def _chunks(layout: Layout, entries: dict[int, Entry], pieces: _Pieces) -> dict[
     return {tags[0]: [pieces.take(start, size) for start, size in zip(starts, sizes, strict=True)]}
 
 
-def _old_jpeg(layout: Layout, entries: dict[int, Entry], pieces: _Pieces) -> dict[int, list[bytes]]:
+def _old_jpeg(layout: TiffLayout, entries: dict[int, TiffEntry], pieces: _Pieces) -> dict[int, list[bytes]]:
     """The stream or the tables beside the strips, each under the tag of its offset (TIFF 6.0, section 22)."""
     moved: dict[int, list[bytes]] = {}
     offset_tag, count_tag = OLD_JPEG_STREAM
@@ -116,7 +116,7 @@ def _old_jpeg(layout: Layout, entries: dict[int, Entry], pieces: _Pieces) -> dic
         count = entries[count_tag].integers(layout)[0] if count_tag in entries else 0
         stream = pieces.take(start, count) if count else pieces.take_rest(start)
         moved[offset_tag] = [stream]
-        entries[count_tag] = Entry(count_tag, _LONG, 1, struct.pack(layout.order + "I", len(stream)))
+        entries[count_tag] = TiffEntry(count_tag, _LONG, 1, struct.pack(layout.order + "I", len(stream)))
     for tag in OLD_JPEG_TABLES:
         if tag in entries:
             moved[tag] = []
@@ -129,11 +129,13 @@ def _old_jpeg(layout: Layout, entries: dict[int, Entry], pieces: _Pieces) -> dic
     return moved
 
 
-def _header(layout: Layout, directory_at: int) -> bytes:
+def _header(layout: TiffLayout, directory_at: int) -> bytes:
     return (b"II" if layout.order == "<" else b"MM") + struct.pack(layout.order + "HI", 42, directory_at)
 
 
-def _directory(layout: Layout, entries: dict[int, Entry], moved: dict[int, list[bytes]], at: int) -> bytes:
+def _directory(
+    layout: TiffLayout, entries: dict[int, TiffEntry], moved: dict[int, list[bytes]], at: int
+) -> bytes:
     """A directory to stand at the even offset `at`, values that don't fit into it, then what was moved:
     pieces whose new offsets are the values of their tags."""
     order = layout.order

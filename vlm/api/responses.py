@@ -7,18 +7,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Model(BaseModel):
+class ApiModel(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
-class ErrorDetail(Model):
+class ErrorDetail(ApiModel):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class ErrorBody(Model):
+class ErrorBody(ApiModel):
     error: ErrorDetail
 
 
@@ -43,7 +43,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
-class TopLogprob(Model):
+class TopLogprob(ApiModel):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -53,44 +53,44 @@ class TokenLogprobOut(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(Model):
+class ChoiceLogprobs(ApiModel):
     content: list[TokenLogprobOut] | None
     refusal: list[TokenLogprobOut] | None
 
 
-class CalledFunctionOut(Model):
+class CalledFunctionOut(ApiModel):
     name: str
     arguments: str
 
 
-class ToolCallOut(Model):
+class ToolCallOut(ApiModel):
     id: str
     type: Literal["function"]
     function: CalledFunctionOut
 
 
-class AssistantMessage(Model):
+class AssistantMessage(ApiModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
     tool_calls: list[ToolCallOut] | None = None
 
 
-class Choice(Model):
+class Choice(ApiModel):
     index: int
     message: AssistantMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChoiceLogprobs | None
 
 
-class PromptDetails(Model):
+class PromptDetails(ApiModel):
     cached_tokens: int
     image_tokens: int
     text_tokens: int
     audio_tokens: int
 
 
-class UsageOut(Model):
+class UsageOut(ApiModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -98,7 +98,7 @@ class UsageOut(Model):
     completion_tokens_details: dict[str, int]
 
 
-class TimingsOut(Model):
+class TimingsOut(ApiModel):
     preprocess_ms: float
     queue_ms: float
     encode_ms: float
@@ -108,7 +108,7 @@ class TimingsOut(Model):
     total_ms: float
 
 
-class ChatCompletion(Model):
+class ChatCompletion(ApiModel):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -120,7 +120,7 @@ class ChatCompletion(Model):
     timings: TimingsOut | None
 
 
-class ModelCard(Model):
+class ModelCard(ApiModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -129,12 +129,12 @@ class ModelCard(Model):
     tokens_per_tile: int | None  # null where each image is one tile of its own size
 
 
-class ModelList(Model):
+class ModelList(ApiModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class GridOut(Model):
+class GridOut(ApiModel):
     """How an image is cut; rows and cols are 0 when the whole image is one tile."""
 
     rows: int
@@ -144,7 +144,7 @@ class GridOut(Model):
     tile_height: int
 
 
-class StoredImage(Model):
+class StoredImage(ApiModel):
     id: str
     object: Literal["image"] = "image"
     created_at: int
@@ -158,13 +158,13 @@ class StoredImage(Model):
     grid: GridOut
 
 
-class Deleted(Model):
+class Deleted(ApiModel):
     id: str
     object: str
     deleted: bool
 
 
-class FileOut(Model):
+class FileOut(ApiModel):
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -175,7 +175,7 @@ class FileOut(Model):
     status: str
 
 
-class FileList(Model):
+class FileList(ApiModel):
     object: Literal["list"] = "list"
     data: list[FileOut]
     first_id: str | None
@@ -183,7 +183,7 @@ class FileList(Model):
     has_more: bool
 
 
-class ImageCost(Model):
+class ImageCost(ApiModel):
     width: int
     height: int
     tiles: int
@@ -192,7 +192,7 @@ class ImageCost(Model):
     grid: GridOut
 
 
-class TokenCount(Model):
+class TokenCount(ApiModel):
     prompt_tokens: int
     image_tokens: int
     text_tokens: int
@@ -200,14 +200,14 @@ class TokenCount(Model):
     token_ids: list[int] | None
 
 
-class ExpectedTtft(Model):
+class ExpectedTtft(ApiModel):
     """Milliseconds by the rates measured so far; null before there are any."""
 
     cold: float | None
     warm: float | None
 
 
-class Estimate(Model):
+class Estimate(ApiModel):
     prompt_tokens: int
     image_tokens: int
     text_tokens: int
@@ -217,5 +217,5 @@ class Estimate(Model):
     expected_ttft_ms: ExpectedTtft
 
 
-class Health(Model):
+class Health(ApiModel):
     status: str

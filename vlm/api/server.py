@@ -26,7 +26,7 @@ from vlm.api.guard.keys import load_keys
 from vlm.api.guard.tls import load_certificate, tls_context
 from vlm.api.observe.logs import configure
 from vlm.api.service import Service
-from vlm.config import ConfigError, ServeConfig
+from vlm.config import ServeConfig, SettingsError
 from vlm.pipeline import Pipeline
 from vlm.requests.errors import error_body
 
@@ -146,7 +146,7 @@ class DrainingServer(uvicorn.Server):
             if self._tls is not None:
                 load_certificate(self._tls, service.config)
             service.keys.replace(keys)
-        except ConfigError as error:
+        except SettingsError as error:
             log.error("nothing was reloaded", extra={"reason": str(error)})
         else:
             log.info("reloaded", extra={"keys": len(service.keys), "tls": self._tls is not None})
@@ -202,7 +202,7 @@ def make_server(app: FastAPI, config: ServeConfig) -> DrainingServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before the engine starts, so that a taken port costs no time. Raises ConfigError."""
+    """Before the engine starts, so that a taken port costs no time. Raises SettingsError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -213,14 +213,14 @@ def bind(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from None
+        raise SettingsError(f"can't listen on {host}:{port}: {error.strerror}") from None
     return bound
 
 
 def run(pipeline: Pipeline, config: ServeConfig) -> None:
     """Serves until it is asked to stop.
 
-    Raises ConfigError for settings and addresses that can't be used, and whatever kept the pipeline from
+    Raises SettingsError for settings and addresses that can't be used, and whatever kept the pipeline from
     starting.
     """
     configure(config.log_format)

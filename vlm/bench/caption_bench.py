@@ -30,7 +30,7 @@ from vlm.caption.app import engine_options, make_run
 from vlm.caption.caption_runner import RunOptions
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
-from vlm.caption.presets import Order, Question, make_question
+from vlm.caption.presets import Order, PageQuestion, make_question
 from vlm.caption.stats import RunStats
 from vlm.config import DEFAULT_MODEL, ServeConfig
 from vlm.pipeline import Pipeline
@@ -72,8 +72,8 @@ def _part(part: str, root: Path, quick: bool) -> dict[str, Any]:
             return memory(root, (100, 200) if quick else (100, 500))
 
 
-def fixed_length(prompt: str, order: Order = "auto", tokens: int = TOKENS) -> Question:
-    return Question(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), order=order, dpi=72)
+def fixed_length(prompt: str, order: Order = "auto", tokens: int = TOKENS) -> PageQuestion:
+    return PageQuestion(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), order=order, dpi=72)
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ async def running_pipeline() -> AsyncIterator[Pipeline]:
         await pipeline.close()
 
 
-async def caption(pipeline: Pipeline, folder: Path, question: Question, window: int = WINDOW) -> RunStats:
+async def caption(pipeline: Pipeline, folder: Path, question: PageQuestion, window: int = WINDOW) -> RunStats:
     """One run into a fresh output, with cold caches."""
     await pipeline.engine.clear_cache()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

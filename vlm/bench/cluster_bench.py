@@ -49,7 +49,7 @@ _START_S = 120.0
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ImageArrival:
     at_s: float
     image: int
 
@@ -145,12 +145,12 @@ async def ask(pipeline: Pipeline, name: str, image: int, data: bytes) -> Asked:
     return Asked(image, prefix, min(prefix, answer.usage.cached_tokens), answer.timings.ttft_ms)
 
 
-def arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
+def arrivals(count: int, rate: float, seed: int) -> list[ImageArrival]:
     draw = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, NUM_IMAGES + 1) ** ZIPF
     images = draw.choice(NUM_IMAGES, size=count, p=weights / weights.sum())
     times = np.cumsum(draw.exponential(1.0 / rate, size=count))
-    return [Arrival(float(at), int(image)) for at, image in zip(times, images, strict=True)]
+    return [ImageArrival(float(at), int(image)) for at, image in zip(times, images, strict=True)]
 
 
 async def capacity(pipeline: Pipeline, images: list[bytes], count: int) -> float:
@@ -168,7 +168,7 @@ async def capacity(pipeline: Pipeline, images: list[bytes], count: int) -> float
 
 
 async def play(
-    pipeline: Pipeline, cluster: Fleet, plan: list[Arrival], images: list[bytes], joins: str, leaves: str
+    pipeline: Pipeline, cluster: Fleet, plan: list[ImageArrival], images: list[bytes], joins: str, leaves: str
 ) -> list[Asked]:
     """Open loop: questions come when they come, whatever the queues are like."""
     started = time.monotonic()

@@ -63,7 +63,7 @@ def bytes_per_step(backend: Backend, config: DecoderConfig, batch: int, context:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class DecodeTurns:
     """CPU seconds per token of both, and bytes per CPU second read beside them, by round."""
 
     ours: list[float]
@@ -75,8 +75,8 @@ class Turns:
         return min(self.theirs, key=lambda dtype: statistics.median(self.theirs[dtype]))
 
 
-def take_turns(streams: Streams, peers: dict[str, Peer], rounds: int) -> Turns:
-    turns = Turns([], {dtype: [] for dtype in peers}, [])
+def take_turns(streams: Streams, peers: dict[str, Peer], rounds: int) -> DecodeTurns:
+    turns = DecodeTurns([], {dtype: [] for dtype in peers}, [])
     for number in range(rounds + 1):  # the first one warms up
         streams.restart()
         ours = cpu_seconds_per_step(streams.step)

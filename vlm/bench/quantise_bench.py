@@ -33,7 +33,7 @@ DOCUMENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeights:
     weights: WeightStorage
     kv: KvStorage
 
@@ -43,21 +43,26 @@ class Stored:
         return f"weights_{self.weights}_kv_{self.kv}"
 
 
-FULL = Stored("float32", "float32")
+FULL = StoredWeights("float32", "float32")
 STORED = (
     FULL,
-    Stored("bfloat16", "bfloat16"),
-    Stored("float16", "float16"),
-    Stored("float32", "int8"),
-    Stored("int8", "float32"),
-    Stored("int4", "float32"),
-    Stored("int8", "int8"),
-    Stored("int4", "int8"),
+    StoredWeights("bfloat16", "bfloat16"),
+    StoredWeights("float16", "float16"),
+    StoredWeights("float32", "int8"),
+    StoredWeights("int8", "float32"),
+    StoredWeights("int4", "float32"),
+    StoredWeights("int8", "int8"),
+    StoredWeights("int4", "int8"),
 )
-TIMED = (FULL, Stored("bfloat16", "bfloat16"), Stored("int8", "int8"), Stored("int4", "int8"))
+TIMED = (
+    FULL,
+    StoredWeights("bfloat16", "bfloat16"),
+    StoredWeights("int8", "int8"),
+    StoredWeights("int4", "int8"),
+)
 
 
-def answers_of(how: Stored, documents: int) -> tuple[Report, list[str]]:
+def answers_of(how: StoredWeights, documents: int) -> tuple[Report, list[str]]:
     """The default model's marks, and its answers in the order of the questions."""
     answerer = Answerer(EngineOptions(weights=how.weights, kv=how.kv, kv_cache_mb=64))
     given: list[str] = []
@@ -143,7 +148,7 @@ def speed(directory: Path, rounds: int, batch: int) -> dict[str, dict[str, Any]]
     for how in TIMED:
         backend: Any = load_backend(directory, num_blocks=blocks, weights=how.weights, kv=how.kv)
         streams[how], read[how] = Streams(backend, batch, CONTEXT), backend.weight_bytes
-    seconds: dict[Stored, list[float]] = {how: [] for how in TIMED}
+    seconds: dict[StoredWeights, list[float]] = {how: [] for how in TIMED}
     for number in range(rounds + 1):  # the first one warms up
         for how, one in streams.items():
             one.restart()
@@ -177,5 +182,5 @@ def run(quick: bool = False) -> dict[str, Any]:
         for batch in (1, 8):
             say(f"quantise: decode in batches of {batch}")
             results |= speed(directory, 2 if quick else 7, batch)
-    results["int8_over_fp32_b1"] = results[f"decode_over_fp32_b1_{Stored('int8', 'int8').name}"]
+    results["int8_over_fp32_b1"] = results[f"decode_over_fp32_b1_{StoredWeights('int8', 'int8').name}"]
     return report("quantise", results)

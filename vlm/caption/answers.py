@@ -81,7 +81,7 @@ class PageWork:
         return work_of(self.image_sha256, self.context.question, self.context.model_revision)
 
 
-class Answerer:
+class PageAnswerer:
     """Rows for pages; two pages of equal content wait for one answer. `start`: what answering needs."""
 
     def __init__(

@@ -18,13 +18,13 @@ from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
 from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
-from vlm.caption.answers import Answerer, EngineGone, Start
+from vlm.caption.answers import EngineGone, PageAnswerer, Start
 from vlm.caption.caption_runner import CaptionRun, RunOptions
 from vlm.caption.documents import DocumentReader
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.output import STDOUT, Output, opened_output
-from vlm.caption.presets import Question
+from vlm.caption.presets import PageQuestion
 from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
@@ -47,7 +47,7 @@ _SAMPLE_BYTES, _SAMPLE_EVERY = 1 << 16, 1 << 22
 class CaptionJob:
     inputs: Sequence[str]
     output: Path
-    question: Question
+    question: PageQuestion
     form: Format | None = None
     options: RunOptions = field(default_factory=RunOptions)
     render_processes: int = 1
@@ -76,7 +76,7 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
 
 
 def engine_options(
-    model: str, threads: int, question: Question, *, weights: WeightOption = "auto", kv: KvOption = "auto"
+    model: str, threads: int, question: PageQuestion, *, weights: WeightOption = "auto", kv: KvOption = "auto"
 ) -> EngineOptions:
     """The default engine with no more KV cache than the running pages need: more would only keep pages that
     never come again. Two whole contexts at least, for the lines of batch files."""
@@ -132,7 +132,7 @@ async def make_run(
     pipeline: Pipeline,
     journal: Journal,
     renderer: PageRenderer,
-    question: Question,
+    question: PageQuestion,
     options: RunOptions,
     start: Start | None = None,
 ) -> CaptionRun:
@@ -141,7 +141,7 @@ async def make_run(
     question = question.resolved(spec)
     revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
     return CaptionRun(
-        Answerer(pipeline, journal, start=start) if start else Answerer(pipeline, journal),
+        PageAnswerer(pipeline, journal, start=start) if start else PageAnswerer(pipeline, journal),
         journal,
         DocumentReader(renderer, pipeline.limits, renderer.limits),
         question,
@@ -184,7 +184,7 @@ async def _run(
     return summary(run.stats, skipped, str(job.output), finished=finished), skipped.examples
 
 
-async def _check_constraint(pipeline: Pipeline, question: Question) -> None:
+async def _check_constraint(pipeline: Pipeline, question: PageQuestion) -> None:
     """One token of a text-only answer: a schema that the engine refuses ends the run, not every page."""
     if question.params.constraint is None:
         return

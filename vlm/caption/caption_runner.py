@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
 from llm.request import SamplingParams
-from vlm.caption.answers import Answerer, PageWork
-from vlm.caption.documents import Document, DocumentReader, Refusal, UnreadableFile, outcome, read_lines
-from vlm.caption.inputs import Source
+from vlm.caption.answers import PageAnswerer, PageWork
+from vlm.caption.documents import DocumentReader, InputDocument, Refusal, UnreadableFile, outcome, read_lines
+from vlm.caption.inputs import InputSource
 from vlm.caption.journal import Journal
-from vlm.caption.presets import Question, length_prefixed_digest
+from vlm.caption.presets import PageQuestion, length_prefixed_digest
 from vlm.caption.rows import PageRef, PageWarning, Row, RowContext, error_row
 from vlm.caption.stats import RunStats
 from vlm.pipeline import ChatMessage
@@ -80,10 +80,10 @@ class Window:
 class CaptionRun:
     def __init__(
         self,
-        answerer: Answerer,
+        answerer: PageAnswerer,
         journal: Journal,
         reader: DocumentReader,
-        question: Question,
+        question: PageQuestion,
         context: RowContext,
         options: RunOptions | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class CaptionRun:
         """Takes no new pages; those under way are finished."""
         self.stopping = True
 
-    async def run(self, sources: Iterator[Source]) -> RunStats:
+    async def run(self, sources: Iterator[InputSource]) -> RunStats:
         """Returns when every page has its durable row, or after `stop`.
 
         No file ends it: raises OSError of the output, `EngineGone` and what starting the engine raises.
@@ -167,7 +167,7 @@ class CaptionRun:
         """Rows of the document's earlier content are out of date from now on."""
         self._journal.saw_document(path, self._context.question, sha256, self._position)
 
-    def _loader(self, document: Document, index: int) -> LoadRequest:
+    def _loader(self, document: InputDocument, index: int) -> LoadRequest:
         async def load() -> LoadedPage:
             page = await document.load(index)
             messages = self._question.messages(page.data)

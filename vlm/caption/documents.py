@@ -54,7 +54,7 @@ LoadPage = Callable[[int], Awaitable[PageImage]]
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class InputDocument:
     """A readable file. `page_bytes` is about what a loaded page needs, for the memory budget."""
 
     file_sha256: str
@@ -202,7 +202,7 @@ class DocumentReader:
             stopped.set()  # or the program would wait for the thread
             raise
 
-    async def open(self, path: str, file_sha256: str) -> Document:
+    async def open(self, path: str, file_sha256: str) -> InputDocument:
         """Raises ImageError for a file that can't be split into pages, and `UnreadableFile`."""
         head, size = await asyncio.to_thread(_look, path)
         if is_pdf(head):
@@ -219,21 +219,21 @@ class DocumentReader:
         async def load(index: int) -> PageImage:
             return await asyncio.to_thread(_image, path, file_sha256, max_bytes)
 
-        return Document(file_sha256, 1, size, load)
+        return InputDocument(file_sha256, 1, size, load)
 
-    async def _open_pdf(self, path: str, file_sha256: str) -> Document:
+    async def _open_pdf(self, path: str, file_sha256: str) -> InputDocument:
         num_pages = await self.renderer.count(path)
 
         async def load(index: int) -> PageImage:
             page = await self.renderer.render(path, index)
             return await asyncio.to_thread(_page, page.png, TEXT_NOT_DRAWN if page.lacks_text else None)
 
-        return Document(file_sha256, num_pages, _PDF_PAGE_BYTES, load)
+        return InputDocument(file_sha256, num_pages, _PDF_PAGE_BYTES, load)
 
-    def _open_tiff(self, path: str, file_sha256: str, size: int, offsets: list[int]) -> Document:
+    def _open_tiff(self, path: str, file_sha256: str, size: int, offsets: list[int]) -> InputDocument:
         max_bytes = self.image_limits.max_bytes
 
         async def load(index: int) -> PageImage:
             return await asyncio.to_thread(_tiff_page, path, size, offsets[index], max_bytes)
 
-        return Document(file_sha256, len(offsets), size // len(offsets) + 1, load)
+        return InputDocument(file_sha256, len(offsets), size // len(offsets) + 1, load)

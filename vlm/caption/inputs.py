@@ -31,7 +31,7 @@ class InputError(CommandError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """A file to caption. `path` is what rows show: the argument's own form, normalised."""
 
     path: str
@@ -98,7 +98,7 @@ def find_sources(
     outputs: Collection[str] = (),
     *,
     ordered: bool = True,
-) -> Iterator[Source]:
+) -> Iterator[InputSource]:
     """Files in the arguments' order. A file that is named twice comes twice; its rows are written once.
 
     outputs: of this run; where they are found among the inputs they are not documents. ordered: for a large
@@ -113,7 +113,7 @@ def find_sources(
             yield source
 
 
-def _find(arguments: Sequence[str], walker: _Walker) -> Iterator[Source]:
+def _find(arguments: Sequence[str], walker: _Walker) -> Iterator[InputSource]:
     for argument in arguments:
         if _is_list(argument):
             for name in _listed(argument[1:]):
@@ -139,7 +139,7 @@ def _listed(path: str) -> Iterator[str]:
                     yield listed if os.path.lexists(listed) else listed.strip()
 
 
-def _expand(argument: str, walker: _Walker) -> Iterator[Source]:
+def _expand(argument: str, walker: _Walker) -> Iterator[InputSource]:
     path = os.path.normpath(argument)
     if os.path.isdir(path):
         yield from walker.walk(path)
@@ -154,8 +154,8 @@ def _expand(argument: str, walker: _Walker) -> Iterator[Source]:
         yield _source(path)
 
 
-def _source(path: str) -> Source:
-    return Source(path, is_batch=path.lower().endswith(".jsonl"))
+def _source(path: str) -> InputSource:
+    return InputSource(path, is_batch=path.lower().endswith(".jsonl"))
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class _Walker:
         self._above: list[_Folder] = []
         self._visits: Counter[tuple[int, int]] = Counter()  # of folders that are reached over links
 
-    def walk(self, path: str) -> Iterator[Source]:
+    def walk(self, path: str) -> Iterator[InputSource]:
         """Files and folders together in natural order; hidden ones left out, loops of links cut."""
         yield from self._enter(path, is_linked=False)
         while self._above:
@@ -185,11 +185,11 @@ class _Walker:
             elif _is_folder(entry):
                 yield from self._enter(entry.path, here.is_linked or entry.is_symlink())
             elif os.path.splitext(entry.name)[1].lower() in READABLE | UNREADABLE:
-                yield Source(entry.path)
+                yield InputSource(entry.path)
             else:
                 self._skipped.add(entry.path)
 
-    def _enter(self, path: str, is_linked: bool) -> Iterator[Source]:
+    def _enter(self, path: str, is_linked: bool) -> Iterator[InputSource]:
         try:
             status = os.stat(path)
             identity = (status.st_dev, status.st_ino)
@@ -198,7 +198,7 @@ class _Walker:
             with os.scandir(path) as found:
                 entries = [entry for entry in found if not entry.name.startswith(".")]
         except OSError:
-            yield Source(path)  # becomes an error row
+            yield InputSource(path)  # becomes an error row
             return
         if self._ordered:
             entries.sort(key=_entry_key)

@@ -55,7 +55,7 @@ def length_prefixed_digest(*fields: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PageQuestion:
     """One question for every page. `preset` is "custom" for a free prompt."""
 
     prompt: str
@@ -87,7 +87,7 @@ class Question:
         ordered = parts[::-1] if self.order == "image-first" else parts
         return spec.prompt_builder.build([Message("user", ordered)])
 
-    def resolved(self, spec: ModelSpec) -> Question:
+    def resolved(self, spec: ModelSpec) -> PageQuestion:
         """Instruction first where pages can then share its KV: it must fill a block of the prefix cache.
 
         A shorter one comes behind the image, the order in which most models were taught to answer.
@@ -110,7 +110,7 @@ def make_question(
     max_pixels: int = 0,
     seed: int | None = None,
     temperature: float = 0.0,
-) -> Question:
+) -> PageQuestion:
     """A preset, or a free prompt; a schema may join either. Raises ValueError with a text for the user."""
     if preset is not None and prompt is not None:
         raise ValueError("give --prompt or --preset, not both")
@@ -127,7 +127,7 @@ def make_question(
         seed=seed,
         constraint=("json_schema", text) if text else None,
     )
-    return Question(prompt if prompt is not None else chosen.prompt, params, name, order, dpi, max_pixels)
+    return PageQuestion(prompt if prompt is not None else chosen.prompt, params, name, order, dpi, max_pixels)
 
 
 def read_schema(text: str) -> str:

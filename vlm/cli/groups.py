@@ -11,7 +11,7 @@ from vlm.cli.errors import HelpWanted
 _WHOLE = 1000  # characters: no summary is so long
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises `HelpWanted` without arguments."""
         if not args and not ctx.resilient_parsing:

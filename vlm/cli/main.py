@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from vlm.cli.errors import run
-from vlm.cli.groups import Group
+from vlm.cli.groups import CommandGroup
 from vlm.cli.options import (
     ENGINE,
     Json,
@@ -36,7 +36,7 @@ LATE = {
 }
 
 
-class LateCommands(Group):
+class LateCommands(CommandGroup):
     """Imports a command of LATE when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:

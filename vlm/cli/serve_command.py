@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from vlm.config import DEFAULT_MODEL, EngineOptions, ServeConfig, read_config
-from vlm.settings import ConfigError, from_mapping, from_text, is_secret
+from vlm.settings import SettingsError, from_mapping, from_text, is_secret
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ def _merged(
     for place, values in places.items():
         try:
             from_mapping(cls, values)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
+        except SettingsError as error:
+            raise SettingsError(f"{place}: {error}") from None
     places["the command line"] = {name: given[name] for name in names if name in given}
     values = {name: value for found in places.values() for name, value in found.items()}
     sources = {name: place for place, found in places.items() for name in found}

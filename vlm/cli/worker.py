@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vlm.cli.groups import Group
+from vlm.cli.groups import CommandGroup
 from vlm.cli.options import (
     DEFAULT_BROKER,
     ENGINE,
@@ -23,7 +23,7 @@ from vlm.cli.options import (
 )
 from vlm.config import EngineOptions, ServeConfig
 
-app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from preprocess.types import Detail
-from vlm.caption.presets import Question, make_question
+from vlm.caption.presets import PageQuestion, make_question
 
 
 class Picture(Protocol):
@@ -62,7 +62,7 @@ class Ask:
     """One question. Raises ValueError for settings that can't be used."""
 
     images: tuple[bytes, ...]
-    question: Question
+    question: PageQuestion
     system: str | None
     detail: Detail
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from llm.cost import CostError, Parallel, prefill_work
-from vlm.cli.groups import Group
+from vlm.cli.groups import CommandGroup
 from vlm.cli.options import Json
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.cli_load import fleet, image, schedule
@@ -31,7 +31,7 @@ from vlm.plan.options import (
     stored,
 )
 
-app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -131,7 +131,7 @@ def serve(
         load,
         precision,
         Parallel(tensor, pipeline, expert, replicas),
-        serving.Speculation(draft, acceptance, draft_cost) if draft else None,
+        serving.SpeculationGain(draft, acceptance, draft_cost) if draft else None,
     )
     title = f"{chosen.title} on {plan.devices} x {device.name}: {prompt_tokens:,} in, {output_tokens:,} out"
     if plot:

@@ -121,7 +121,7 @@ def image(
     bits = precision_of(weight_bits, kv_bits or (32 if chosen.directory else 16))
     precision = stored(chosen, decoder, bits, weights, kv_storage)
     block = block_size or (BLOCK_SIZE if chosen.directory else 1)
-    costs: tuple[images.ImageCost, ...] = ()
+    costs: tuple[images.ImageFigures, ...] = ()
     image_of: Grid = tower.geometry.squares(at_least_one(tiles, "the number of tiles"))
     if not image_of.tile_width:  # each image has its own size
         image_of = TYPICAL_IMAGE

@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
 from workers.children.child import child_environment
+from workers.children.frames import Frame, FrameSocket
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
 from workers.contract.faults import UNREADABLE
 from workers.contract.loops import keep_going
@@ -44,39 +44,6 @@ log = logging.getLogger(__name__)
 IDLE_TICK_S = 0.5
 
 
-class FrameSocket:
-    """Blocking frames over a socket, for the child's single thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._buffer = bytearray()
-
-    def readable(self, timeout_s: float) -> bool:
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
-
-    def _read(self, count: int) -> bytes:
-        while len(self._buffer) < count:
-            data = self._socket.recv(max(1 << 16, min(count - len(self._buffer), 1 << 22)))
-            if not data:
-                raise EOFError
-            self._buffer += data
-        head = bytes(self._buffer[:count])
-        del self._buffer[:count]
-        return head
-
-    @property
-    def buffered(self) -> bool:
-        return bool(self._buffer)
-
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        json_bytes, payload_bytes = frame_sizes(self._read(FRAME_HEADER.size))
-        return json.loads(self._read(json_bytes)), self._read(payload_bytes)
-
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        for part in pack_frame(header, payload):
-            self._socket.sendall(part)
-
-
 def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -> None:
     """The child's loop: take what arrived, do one step, send what happened. Ends with the parent, which
     watches `progress`; what `runner` computes adds to it from inside a step."""
@@ -85,9 +52,9 @@ def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -
     with contextlib.suppress(EOFError, ConnectionError, BrokenPipeError):
         frames.send({"op": "ready", "info": runner.info()})
         while True:
-            while frames.buffered or frames.readable(0.0 if runner.has_work else IDLE_TICK_S):
+            while frames.readable(0.0 if runner.has_work else IDLE_TICK_S):
                 progress.tick()
-                _handle(frames, runner, *frames.receive())
+                _handle(frames, runner, frames.receive())
             progress.tick()
             if runner.has_work and (events := runner.step()):
                 frames.send({"op": "events", "events": [event_to_json(event) for event in events]})
@@ -99,7 +66,8 @@ def refuse(connection: socket.socket, reason: str) -> None:
         FrameSocket(connection).send({"op": "refused", "reason": reason})
 
 
-def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], payload: bytes) -> None:
+def _handle(frames: FrameSocket, runner: EngineRunner, frame: Frame) -> None:
+    message = frame.header
     match message["op"]:
         case "submit":
             failed = _submit(runner, message["request"])
@@ -108,7 +76,7 @@ def _handle(frames: FrameSocket, runner: EngineRunner, message: dict[str, Any], 
         case "cancel":
             runner.cancel(message["id"])
         case "tiles":
-            runner.put_tiles(VisualKey(message["key"]), payload)
+            runner.put_tiles(VisualKey(message["key"]), frame.payload)
             frames.send({"op": "reply", "reply": message["reply"], "value": None})
         case "no_tiles":
             runner.fail_tiles(VisualKey(message["key"]), message["code"], message["message"])

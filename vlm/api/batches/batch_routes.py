@@ -15,9 +15,9 @@ from pydantic import Field
 
 from vlm.api.batches.batch_chat import ChatRows
 from vlm.api.batches.batch_runner import BatchRunner
-from vlm.api.batches.batch_store import Batch, BatchStore, Status
+from vlm.api.batches.batch_store import BatchJob, BatchStore, Status
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import BODY, Model, errors
+from vlm.api.responses import BODY, ApiModel, errors
 from vlm.api.service import Service, caller_of, service_of
 from vlm.api.storage.files import default_data_dir
 from vlm.requests.errors import ApiError, invalid
@@ -39,25 +39,25 @@ class BatchRequest(Lenient):
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
 
 
-class BatchError(Model):
+class BatchError(ApiModel):
     code: str
     message: str
     line: int | None
     param: str | None
 
 
-class BatchErrors(Model):
+class BatchErrors(ApiModel):
     object: str
     data: list[BatchError]
 
 
-class RequestCounts(Model):
+class RequestCounts(ApiModel):
     total: int
     completed: int
     failed: int
 
 
-class BatchOut(Model):
+class BatchOut(ApiModel):
     id: str
     object: str
     endpoint: str
@@ -80,7 +80,7 @@ class BatchOut(Model):
     metadata: dict[str, str] | None
 
 
-class BatchList(Model):
+class BatchList(ApiModel):
     object: str
     data: list[BatchOut]
     first_id: str | None
@@ -88,7 +88,7 @@ class BatchList(Model):
     has_more: bool
 
 
-def batch_json(batch: Batch) -> dict[str, Any]:
+def batch_json(batch: BatchJob) -> dict[str, Any]:
     """What clients see; the batch's namespace and our own bookkeeping stay inside."""
     found = [asdict(error) for error in batch.errors]
     values: dict[str, Any] = {
@@ -141,7 +141,7 @@ async def create_batch(body: BatchRequest, request: Request) -> JSONResponse:
             503, "batches_unavailable", "Another process runs the batches of this server.", retry_after_s=2
         )
 
-    def create() -> Batch:
+    def create() -> BatchJob:
         stored = service.files.get(caller.namespace, body.input_file_id)
         if stored.purpose != "batch":
             raise invalid("invalid_value", "The file's purpose is not batch.", "input_file_id")
@@ -214,7 +214,7 @@ async def cancel_batch(batch_id: str, request: Request) -> JSONResponse:
     return JSONResponse(batch_json(batch))
 
 
-async def _current(request: Request, batch_id: str) -> Batch:
+async def _current(request: Request, batch_id: str) -> BatchJob:
     runner = _runner(request)
     batch = await asyncio.to_thread(runner.store.get, caller_of(request).namespace, batch_id)
     return await runner.current(batch)

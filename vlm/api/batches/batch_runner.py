@@ -25,7 +25,7 @@ from vlm.api.batches.batch_rows import (
     error_result,
     read_row,
 )
-from vlm.api.batches.batch_store import ERRORS, INDEX, INPUT, OUTPUT, Batch, BatchStore, Status
+from vlm.api.batches.batch_store import ERRORS, INDEX, INPUT, OUTPUT, BatchJob, BatchStore, Status
 from vlm.api.batches.row_turns import RowTurns
 from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
@@ -48,7 +48,7 @@ RunRow = Callable[[Caller, dict[str, Any], float], Awaitable[RowResult]]
 class _Live:
     """A batch that this process runs."""
 
-    batch: Batch
+    batch: BatchJob
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     completed: int = 0
     failed: int = 0
@@ -115,7 +115,7 @@ class BatchRunner:
                 self.add(batch)
         return self._lock_fd is not None
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: BatchJob) -> None:
         """Starts a batch that is on disk."""
         if batch.id not in self._live:
             live = self._live[batch.id] = _Live(batch)
@@ -123,14 +123,14 @@ class BatchRunner:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def cancel(self, batch: Batch) -> Batch:
+    async def cancel(self, batch: BatchJob) -> BatchJob:
         """The batch as it is from now on. Rows under way are dropped, rows that are done are published."""
         await asyncio.to_thread(self.store.ask_to_cancel, batch)
         if live := self._live.get(batch.id):
             live.cancelled.set()
         return await self.current(batch)
 
-    async def current(self, batch: Batch) -> Batch:
+    async def current(self, batch: BatchJob) -> BatchJob:
         """With counts as of now, and cancelling from the moment it was asked for."""
         live = self._live.get(batch.id)
         if live is not None and not batch.is_final:
@@ -188,7 +188,7 @@ class BatchRunner:
             await self._save(live, "finalizing", ends_as=ends_as, finalizing_at=self._now(), **more)
         await self._publish(live)
 
-    async def _check(self, batch: Batch) -> tuple[int, list[LineError]]:
+    async def _check(self, batch: BatchJob) -> tuple[int, list[LineError]]:
         folder = self.store.folder(batch)
         async with self._checks.turn(batch.caller, batch.id):
             return await check(folder / INPUT, batch.endpoint, folder / INDEX)
@@ -268,7 +268,7 @@ class BatchRunner:
         await self._save(live, ends_as, **ids, **{f"{ends_as}_at": self._now()})
         await asyncio.to_thread(self.store.forget_rows, batch)
 
-    def _publish_file(self, batch: Batch, name: str) -> str | None:
+    def _publish_file(self, batch: BatchJob, name: str) -> str | None:
         path = self.store.folder(batch) / name
         if not path.exists() or not path.stat().st_size:
             return None

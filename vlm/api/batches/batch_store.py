@@ -40,7 +40,7 @@ INPUT, INDEX, OUTPUT, ERRORS = "input.jsonl", "index.jsonl", "output.jsonl", "er
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchJob:
     """Times are Unix seconds; None where it has not come to that."""
 
     id: str
@@ -74,7 +74,7 @@ class Batch:
         return self.status in FINAL
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Batch:
+    def from_json(cls, value: dict[str, Any]) -> BatchJob:
         """Raises ValueError."""
         try:
             errors = tuple(LineError(**known_fields(LineError, error)) for error in value["errors"])
@@ -108,10 +108,10 @@ class BatchStore:
         window: str,
         window_s: int,
         metadata: dict[str, str] | None,
-    ) -> Batch:
+    ) -> BatchJob:
         """The state file is written last: before that the batch does not exist."""
         now = int(self.clock())
-        batch = Batch(
+        batch = BatchJob(
             id=f"batch_{uuid.uuid4().hex}",
             namespace=namespace,
             caller=caller,
@@ -137,10 +137,10 @@ class BatchStore:
     def _namespace_folder(self, namespace: str) -> Path:
         return self._root / hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
-    def folder(self, batch: Batch) -> Path:
+    def folder(self, batch: BatchJob) -> Path:
         return self._namespace_folder(batch.namespace) / batch.id
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: BatchJob) -> None:
         folder = self.folder(batch)
         fresh = folder / "state.new"
         with fresh.open("w") as out:
@@ -150,44 +150,44 @@ class BatchStore:
         fresh.rename(folder / "state.json")
         sync_folder(folder)
 
-    def get(self, namespace: str, batch_id: str) -> Batch:
+    def get(self, namespace: str, batch_id: str) -> BatchJob:
         missing = ApiError(404, "batch_not_found", "Batch not found.")
         if not BATCH_ID.fullmatch(batch_id):
             raise missing
         folder = self._namespace_folder(namespace) / batch_id
         try:
-            return Batch.from_json(json.loads((folder / "state.json").read_text()))
+            return BatchJob.from_json(json.loads((folder / "state.json").read_text()))
         except FileNotFoundError:
             raise missing from None
 
-    def newest_first(self, namespace: str) -> list[Batch]:
+    def newest_first(self, namespace: str) -> list[BatchJob]:
         found = self._read_all(self._namespace_folder(namespace).glob("batch_*/state.json"))
         return sorted(found, key=lambda batch: (batch.created_ns, batch.id), reverse=True)
 
-    def unfinished(self) -> list[Batch]:
+    def unfinished(self) -> list[BatchJob]:
         """Of all namespaces, oldest first."""
         found = self._read_all(self._root.glob("*/batch_*/state.json"))
         return sorted((batch for batch in found if not batch.is_final), key=lambda batch: batch.created_ns)
 
-    def _read_all(self, paths: Iterator[Path]) -> list[Batch]:
+    def _read_all(self, paths: Iterator[Path]) -> list[BatchJob]:
         batches = []
         for path in paths:
             try:
-                batches.append(Batch.from_json(json.loads(path.read_text())))
+                batches.append(BatchJob.from_json(json.loads(path.read_text())))
             except FileNotFoundError:
                 continue
             except ValueError:
                 log.exception("a batch was skipped: its state can't be read", extra={"path": str(path)})
         return batches
 
-    def ask_to_cancel(self, batch: Batch) -> None:
+    def ask_to_cancel(self, batch: BatchJob) -> None:
         (self.folder(batch) / "cancel").touch()
         sync_folder(self.folder(batch))
 
-    def cancel_asked(self, batch: Batch) -> bool:
+    def cancel_asked(self, batch: BatchJob) -> bool:
         return (self.folder(batch) / "cancel").exists()
 
-    def forget_rows(self, batch: Batch) -> None:
+    def forget_rows(self, batch: BatchJob) -> None:
         """After its files were published and its state says so."""
         for name in (INPUT, INDEX, OUTPUT, ERRORS):
             (self.folder(batch) / name).unlink(missing_ok=True)

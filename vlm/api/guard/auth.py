@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vlm.api.guard.keys import ENVIRONMENT, ApiKey
-from vlm.config import ConfigError, ServeConfig
+from vlm.config import ServeConfig, SettingsError
 from vlm.requests.errors import ApiError
 
 KEY_HEADERS = ("x-api-key", "api-key")  # as Anthropic's and Azure's clients send it, beside Authorization
@@ -72,7 +72,7 @@ def check_exposure(config: ServeConfig, keys: KeyRing) -> None:
     except ValueError:
         loopback = config.host == "localhost"
     if not loopback:
-        raise ConfigError(
+        raise SettingsError(
             f"{config.host} can be reached by others, and no keys are set: "
             f"give --keys-file FILE, set {ENVIRONMENT}, or give --allow-public if everyone may ask"
         )

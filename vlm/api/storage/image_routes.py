@@ -14,7 +14,7 @@ from vlm.api.costs import grid_out
 from vlm.api.guard.routes import ServiceRequest, ServiceRoute
 from vlm.api.responses import BODY, Deleted, StoredImage, errors
 from vlm.api.service import Service, caller_of, service_of
-from vlm.api.storage.image_store import Entry, image_id
+from vlm.api.storage.image_store import KeptImage, image_id
 from vlm.pipeline import ImageInput, PlannedImage
 from vlm.requests.errors import NO_JSON, ApiError, invalid
 from vlm.requests.media import Inline, check_base64_size, decode_base64, parse_url
@@ -40,7 +40,7 @@ _BODIES: dict[str, Any] = {
 }
 
 
-def _described(stored_id: str, entry: Entry, image: PlannedImage) -> StoredImage:
+def _described(stored_id: str, entry: KeptImage, image: PlannedImage) -> StoredImage:
     return StoredImage(
         id=stored_id,
         created_at=int(entry.created_at),

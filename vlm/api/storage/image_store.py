@@ -33,18 +33,18 @@ def not_found(param: str | None = None) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeptImage:
     data: bytes
     created_at: float  # Unix time
     expires_at: float
 
 
 class Images(Protocol):
-    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, Entry]:
+    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, KeptImage]:
         """The id and what is kept; an image that is there already lives on. Raises ApiError 413 or 503."""
         ...
 
-    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> Entry:
+    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> KeptImage:
         """Raises ApiError 404."""
         ...
 
@@ -62,13 +62,13 @@ class MemoryImages:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], KeptImage] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, Entry]:
+    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, KeptImage]:
         if len(data) > self._max_bytes:
             raise ApiError(413, "image_too_large", "The image is larger than the image store.")
         key = (namespace, image_id(namespace, sha256))
@@ -77,11 +77,11 @@ class MemoryImages:
         self._expire(now)
         while self.num_bytes + len(data) > self._max_bytes:
             self._remove(next(iter(self._entries)))
-        entry = self._entries[key] = Entry(data, now, now + self._ttl_s)
+        entry = self._entries[key] = KeptImage(data, now, now + self._ttl_s)
         self.num_bytes += len(data)
         return key[1], entry
 
-    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> Entry:
+    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> KeptImage:
         self._expire(self._clock())
         entry = self._entries.get((namespace, image_id))
         if entry is None:
@@ -121,10 +121,10 @@ class BlobImages:
     def _key(namespace: str, image_id: str) -> str:
         return f"image:{hashlib.sha256(namespace.encode()).hexdigest()[:32]}:{image_id}"
 
-    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, Entry]:
+    async def put(self, namespace: str, sha256: str, data: bytes) -> tuple[str, KeptImage]:
         stored_id = image_id(namespace, sha256)
         now = self._clock()
-        entry = Entry(data, now, now + self._ttl_s)
+        entry = KeptImage(data, now, now + self._ttl_s)
         blob = _TIMES.pack(entry.created_at, entry.expires_at) + data
         try:
             await asyncio.to_thread(self._blobs.put, self._key(namespace, stored_id), blob, self._ttl_s)
@@ -136,7 +136,7 @@ class BlobImages:
             raise _unavailable() from None
         return stored_id, entry
 
-    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> Entry:
+    async def entry(self, namespace: str, image_id: str, param: str | None = None) -> KeptImage:
         try:
             found = await asyncio.to_thread(self._read, namespace, image_id)
         except BlobStoreUnavailable:
@@ -145,7 +145,7 @@ class BlobImages:
             raise not_found(param)
         return found
 
-    def _read(self, namespace: str, stored_id: str) -> Entry | None:
+    def _read(self, namespace: str, stored_id: str) -> KeptImage | None:
         """What is there under the id but is not its image goes."""
         key = self._key(namespace, stored_id)
         blob = self._blobs.get(key)
@@ -155,7 +155,7 @@ class BlobImages:
         if image_id(namespace, hashlib.sha256(data).hexdigest()) != stored_id:
             self._blobs.delete(key)
             return None
-        return Entry(data, *_TIMES.unpack(blob[: _TIMES.size]))
+        return KeptImage(data, *_TIMES.unpack(blob[: _TIMES.size]))
 
     async def read(self, namespace: str, image_id: str, param: str | None = None) -> bytes:
         return (await self.entry(namespace, image_id, param)).data

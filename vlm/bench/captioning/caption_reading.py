@@ -23,7 +23,7 @@ _CARD_ROW = re.compile(r"^\| (\w+) ?/ ?text \| [\d.]+ \| (\d+) \| [^|]* \| ([\d.
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ReadPage:
     """One page's answer: edits to the reference, characters of the reference."""
 
     edits: int
@@ -40,10 +40,10 @@ class Interval:
         return self.low <= other.high and other.low <= self.high
 
 
-def error_rate(pages: Sequence[Page], seed: int = 0) -> Interval:
+def error_rate(pages: Sequence[ReadPage], seed: int = 0) -> Interval:
     """Edits per reference character, with the 95% interval of a bootstrap over pages."""
 
-    def rate(chosen: Sequence[Page]) -> float:
+    def rate(chosen: Sequence[ReadPage]) -> float:
         return sum(page.edits for page in chosen) / sum(page.length for page in chosen)
 
     draw = Random(seed)
@@ -74,7 +74,9 @@ def whole_text(document: Document) -> str:
     return next(question.answer for question in document.questions if question.kind == "text")
 
 
-def read_pages(root: Path, pages: Sequence[Document], options: Sequence[str] = ()) -> dict[str, list[Page]]:
+def read_pages(
+    root: Path, pages: Sequence[Document], options: Sequence[str] = ()
+) -> dict[str, list[ReadPage]]:
     """By kind, what the command made of the pages. Raises RuntimeError."""
     folder, out = root / "reading", root / "reading.jsonl"
     folder.mkdir()
@@ -83,11 +85,11 @@ def read_pages(root: Path, pages: Sequence[Document], options: Sequence[str] = (
     command = [sys.executable, "-m", "vlm.cli.main", "caption", str(folder), "-o", str(out)]
     subprocess.run([*command, "--preset", "text", "--quiet", *options], check=True)
     rows = {Path(row["path"]).stem: row for row in map(json.loads, out.read_text().splitlines())}
-    found: dict[str, list[Page]] = {}
+    found: dict[str, list[ReadPage]] = {}
     for number, document in enumerate(pages):
         right = whole_text(document)
         edits = edit_distance(rows[str(number)]["text"], right)
-        found.setdefault(document.kind, []).append(Page(edits, len(right)))
+        found.setdefault(document.kind, []).append(ReadPage(edits, len(right)))
     return found
 
 
@@ -98,7 +100,9 @@ def reading(root: Path, num_pages: int) -> dict[str, Any]:
     return compare(by_kind, card_rates((Path(DEFAULT_MODEL) / "README.md").read_text()))
 
 
-def compare(by_kind: Mapping[str, Sequence[Page]], stated: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def compare(
+    by_kind: Mapping[str, Sequence[ReadPage]], stated: Mapping[str, tuple[int, float]]
+) -> dict[str, Any]:
     """A figure per kind and one over all pages, where the card's kinds count as often as ours."""
     results = {}
     everything = [page for pages in by_kind.values() for page in pages]

@@ -25,7 +25,7 @@ from vlm.plan.render import binary, count, duration, gigabytes, grid, pairs, per
 
 
 @dataclass(frozen=True, slots=True)
-class ImageCost:
+class ImageFigures:
     """One image of a request; exact, nothing is estimated."""
 
     width: int
@@ -60,7 +60,7 @@ class ImagePlan:
     visual_over_text: float  # KV of the images over KV of the text
     conversations: int  # that fit on the accelerator
     binds: Bound
-    per_image: tuple[ImageCost, ...] = ()
+    per_image: tuple[ImageFigures, ...] = ()
     span_tokens: int = 0  # of a tile that one step takes whole; 0: a prompt may be cut anywhere
     span_step_s: float = 0.0  # longest such step beside one decode: the gap that running answers see
     decode_step_s: float = 0.0  # the same step without it
@@ -105,7 +105,7 @@ def costs_of_images(
     kv_element_bytes: float = 2,
     markers: Callable[[TileGrid], int] = lambda grid: 0,
     block_size: int = 1,
-) -> tuple[ImageCost, ...]:
+) -> tuple[ImageFigures, ...]:
     """`sizes` are (width, height) after EXIF orientation, as the header probe gives them.
 
     `markers`: tokens that the prompt's form adds around an image's tiles.
@@ -116,7 +116,7 @@ def costs_of_images(
         visual = tower.geometry.rows(tiles)
         prompt = visual + markers(tiles)
         costs.append(
-            ImageCost(
+            ImageFigures(
                 width=width,
                 height=height,
                 rows=tiles.rows,
@@ -140,7 +140,7 @@ def plan_image(
     precision: Precision | None = None,
     marker_tokens: int = 0,
     block_size: int = 1,
-    per_image: tuple[ImageCost, ...] = (),
+    per_image: tuple[ImageFigures, ...] = (),
     whole_spans: bool = False,
 ) -> ImagePlan:
     """A request with these images. The three stages are counted one after another.

@@ -40,7 +40,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SpeculationGain:
     num_draft: int  # proposals per verification
     acceptance: float = 0.8
     draft_cost: float = 0.05  # of one proposal, in target steps
@@ -76,7 +76,7 @@ def plan_serve(
     load: Workload,
     precision: Precision | None = None,
     parallel: Parallel | None = None,
-    speculation: Speculation | None = None,
+    speculation: SpeculationGain | None = None,
 ) -> ServePlan:
     """TTFT is an idle replica's; TPOT is taken at the middle of the answer; fit is judged at its end."""
     precision, parallel = precision or Precision(), parallel or Parallel()
@@ -145,7 +145,7 @@ def speculative_tpot(
     machine: Machine,
     batch: int,
     context: int,
-    speculation: Speculation,
+    speculation: SpeculationGain,
     precision: Precision | None = None,
     tensor: int = 1,
 ) -> float:
@@ -158,7 +158,7 @@ def speculative_tpot(
 
 
 def _notes(
-    shape: DecoderShape, parallel: Parallel, speculation: Speculation | None, speedup: float
+    shape: DecoderShape, parallel: Parallel, speculation: SpeculationGain | None, speedup: float
 ) -> tuple[str, ...]:
     notes = []
     copies = kv_copies(shape, parallel.tensor)

@@ -23,13 +23,13 @@ from vlm.plan.labs.image_lab import encode_time
 from vlm.plan.labs.roofline import end_to_end_seconds, littles_law
 from vlm.plan.render import count, duration, gigabytes, pairs, percent
 from vlm.plan.simulation.prefix_routing import FleetLoad, Routing, Sizing
-from vlm.plan.simulation.queueing import Stage, size_stage
+from vlm.plan.simulation.queueing import QueueStage, size_stage
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    preprocess: Stage  # CPU workers, one core each
-    encode: Stage
+    preprocess: QueueStage  # CPU workers, one core each
+    encode: QueueStage
     affinity: Routing  # questions about an image go to the replica that holds it
     scattered: Routing  # questions go anywhere
     replicas_lost: int  # what scattering costs
@@ -112,7 +112,7 @@ def render_fleet(plan: FleetPlan, load: FleetLoad, title: str) -> str:
             f"({percent(routing.hit_fraction)} hits)"
         )
 
-    def stage(one: Stage) -> str:
+    def stage(one: QueueStage) -> str:
         waits = f"{duration(one.service_s)} a job, waits {duration(one.wait_s)}"
         return f"{count(one.servers)} at {percent(one.utilisation)} ({waits}; {one.binds})"
 

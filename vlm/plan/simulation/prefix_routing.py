@@ -16,7 +16,7 @@ from llm.cost import (
     prefill_time,
 )
 from vlm.plan.labs.roofline import littles_law
-from vlm.plan.simulation.queueing import Stage, mean_wait_s
+from vlm.plan.simulation.queueing import QueueStage, mean_wait_s
 
 _MAX_REPLICAS = 1 << 30
 
@@ -49,7 +49,7 @@ class Routing:
     """Replicas under one way of routing questions to them."""
 
     hit_fraction: float  # of questions that find their image's prefix in the cache
-    replica: Stage
+    replica: QueueStage
     batch: float  # sequences decoding on a replica, on average
     ttft_hit_s: float
     ttft_miss_s: float
@@ -125,7 +125,7 @@ class Sizing:
         first = self.before_s / self.load.questions_per_image
         return Routing(
             hit_fraction=hits,
-            replica=Stage(replicas, mean, decoding + rate * mean, wait, binds),
+            replica=QueueStage(replicas, mean, decoding + rate * mean, wait, binds),
             batch=batch,
             ttft_hit_s=wait + stretched / mean * hit.seconds,
             ttft_miss_s=wait + stretched / mean * miss.seconds + self.before_s,

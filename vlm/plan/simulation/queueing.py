@@ -9,7 +9,7 @@ from llm.cost import Bound
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class QueueStage:
     """Servers for one kind of work."""
 
     servers: int
@@ -47,7 +47,7 @@ def size_stage(
     max_utilisation: float,
     spread: float = 1.0,
     binds: Bound = "compute",
-) -> Stage:
+) -> QueueStage:
     """The fewest servers under the utilisation limit whose mean wait is within the limit."""
     offered = rate_per_s * service_s
     servers = max(1, math.ceil(offered / max_utilisation))
@@ -56,4 +56,4 @@ def size_stage(
         servers += step
         binds = "queue"  # utilisation alone would have asked for fewer
     wait = mean_wait_s(servers, rate_per_s, service_s, spread)
-    return Stage(servers, service_s, offered / servers, wait, binds)
+    return QueueStage(servers, service_s, offered / servers, wait, binds)

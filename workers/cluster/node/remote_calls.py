@@ -28,7 +28,7 @@ class Lost:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _RemoteChoice:
     tokens: list[int] = field(default_factory=list)
     num_chars: int = 0
     finished: bool = False
@@ -38,7 +38,7 @@ class Delivery:
     """What the caller has of an answer, and where the present attempt is in it."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _RemoteChoice] = {}
         self._seen_tokens: dict[int, int] = {}  # of the present attempt
         self._seen_chars: dict[int, int] = {}
         self._num_prompt_logprobs = 0
@@ -59,7 +59,7 @@ class Delivery:
             case Delta():
                 return self._delta(event)
             case Finished():
-                choice = self._choices.setdefault(event.choice, _Choice())
+                choice = self._choices.setdefault(event.choice, _RemoteChoice())
                 known, choice.finished = choice.finished, True
                 return None if known and event.usage is None else event
             case PromptLogprobs():
@@ -71,7 +71,7 @@ class Delivery:
         return event
 
     def _delta(self, event: Delta) -> Delta | None:
-        choice = self._choices.setdefault(event.choice, _Choice())
+        choice = self._choices.setdefault(event.choice, _RemoteChoice())
         seen, seen_chars = self._seen_tokens.get(event.choice, 0), self._seen_chars.get(event.choice, 0)
         self._seen_tokens[event.choice] = seen + len(event.token_ids)
         self._seen_chars[event.choice] = seen_chars + len(event.text)
@@ -88,7 +88,7 @@ class Delivery:
 
 
 @dataclass(slots=True)
-class Call:
+class RemoteCall:
     """State of one `submit`; touched on the event loop only."""
 
     request: Request  # with a seed

@@ -30,7 +30,7 @@ from workers.cluster.names import (
     generate_queue,
     task_headers,
 )
-from workers.cluster.node.remote_calls import Call, Lost
+from workers.cluster.node.remote_calls import Lost, RemoteCall
 from workers.cluster.node.remote_visuals import AWAY, SEND_RETRY, RemoteVisuals
 from workers.cluster.node.replica_choice import SPILL_THRESHOLD, choose, routing_key
 from workers.cluster.node.replica_loads import ReplicaLoads
@@ -101,7 +101,7 @@ class RemoteEngine:
         )
         self._queues = QueueStats(connect(broker), client)
         self._reader = EventReader(store, self.node, self._take)
-        self._calls: dict[str, Call] = {}  # by the name of the present attempt
+        self._calls: dict[str, RemoteCall] = {}  # by the name of the present attempt
         self._open: set[str] = set()  # request ids
         self._loads = ReplicaLoads(self._replicas, self._calls, revision)
         self._tasks: list[asyncio.Task[None]] = []
@@ -180,18 +180,18 @@ class RemoteEngine:
         for name in sorted(self._replicas.alive):
             await self._run(self._post, name, InboxMessage("clear"))
 
-    def _new_call(self, request: Request) -> Call:
+    def _new_call(self, request: Request) -> RemoteCall:
         if request.params.seed is None:
             params = replace(request.params, seed=secrets.randbits(63))
             request = replace(request, params=params)
         now = time.monotonic()
         key = routing_key(request.prompt, request.namespace)
-        return Call(request, key, now, now + self._deadline_s)
+        return RemoteCall(request, key, now, now + self._deadline_s)
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    async def _begin(self, call: Call, patience_s: float) -> None:
+    async def _begin(self, call: RemoteCall, patience_s: float) -> None:
         """Sends the next attempt. Raises EngineUnavailable once no replica or no Redis was there so long.
 
         Without an outage it fails at once if no replica exists, unless an answer is owed already.
@@ -214,7 +214,7 @@ class RemoteEngine:
                 raise EngineUnavailable(UNAVAILABLE)
             await asyncio.sleep(0.1)
 
-    async def _send(self, call: Call) -> bool:
+    async def _send(self, call: RemoteCall) -> bool:
         outages = self._replicas.outages
         try:
             await self._run(self._send_job, call)
@@ -226,7 +226,7 @@ class RemoteEngine:
             call.state = "sent"
         return True
 
-    def _send_job(self, call: Call) -> None:
+    def _send_job(self, call: RemoteCall) -> None:
         request = request_to_json(call.request, call.reader_version)
         left_s = call.left_s - _DEADLINE_MARGIN_S
         job = GenerateJob(call.name, self.node, request, left_s, self._clock.now())
@@ -242,7 +242,7 @@ class RemoteEngine:
             retry_policy=SEND_RETRY,
         )
 
-    async def _next(self, call: Call) -> Event:
+    async def _next(self, call: RemoteCall) -> Event:
         """The next event for the caller; replaces lost attempts. Raises RequestError."""
         while True:
             try:
@@ -281,7 +281,7 @@ class RemoteEngine:
                 self._visuals.want(event.key, call.replica, rows.get(event.key, 0))
         call.take(number, parsed)
 
-    def _end(self, call: Call, finished: bool) -> None:
+    def _end(self, call: RemoteCall, finished: bool) -> None:
         self._calls.pop(call.name, None)
         for key in call.wants:
             others = (other for other in self._calls.values() if other.replica == call.replica)
@@ -290,7 +290,7 @@ class RemoteEngine:
         if not finished and call.replica:
             self._cancel(call)
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: RemoteCall) -> None:
         """In the background."""
 
         def cancel(replica: str, name: str) -> None:
@@ -305,7 +305,7 @@ class RemoteEngine:
     def _version(self, replica: str) -> int:
         return version_of(self._replicas.alive.get(replica, {}))
 
-    def _leaves_behind(self, call: Call) -> bool:
+    def _leaves_behind(self, call: RemoteCall) -> bool:
         """A replica that drains takes nothing more from its queue."""
         about = self._replicas.alive.get(call.replica, {})
         return bool(about.get("draining")) and time.monotonic() - call.sent > _DRAIN_GRACE_S
@@ -319,7 +319,7 @@ class RemoteEngine:
         await asyncio.sleep(_LOOK_S)
         await self._run(self._look)
         self._loads.count_others()
-        away: dict[str, list[Call]] = {}  # calls whose replicas may have heard nothing of this node
+        away: dict[str, list[RemoteCall]] = {}  # calls whose replicas may have heard nothing of this node
         for call in list(self._calls.values()):
             if call.state in ("sending", "lost"):
                 continue
@@ -337,7 +337,7 @@ class RemoteEngine:
         for replica, calls in away.items():
             await self._greet(replica, calls)
 
-    async def _greet(self, replica: str, calls: list[Call]) -> None:
+    async def _greet(self, replica: str, calls: list[RemoteCall]) -> None:
         """Tells a replica that this node lives and waits for its calls. Raises as Redis does while away."""
         outages = self._replicas.outages
         if self._version(replica) > FIRST_VERSION:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from workers.cluster.node.remote_calls import Call
+from workers.cluster.node.remote_calls import RemoteCall
 from workers.cluster.registry import Watch
 
 
 class ReplicaLoads:
     """This node's requests as of now, other nodes' as of each replica's last heartbeat."""
 
-    def __init__(self, replicas: Watch, calls: Mapping[str, Call], revision: str | None) -> None:
+    def __init__(self, replicas: Watch, calls: Mapping[str, RemoteCall], revision: str | None) -> None:
         """calls: this node's. revision: of the encoder that replicas must have; None takes any."""
         self._replicas = replicas
         self._calls = calls
