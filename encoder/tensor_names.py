@@ -55,9 +55,12 @@ class VisualNames:
     tower: Mapping[str, Source] = field(repr=False)
     connector: Mapping[str, Source] = field(repr=False)
     text_prefixes: tuple[str, ...]
+    unused: tuple[str, ...] = ()  # beginnings, behind the tower's prefix, of tensors that nothing reads
 
     def is_visual(self, name: str) -> bool:
         """Whatever isn't the decoder's belongs to the encoder, so that no name falls between the two."""
+        if self.unused and name.startswith(tuple(p + u for p in self.tower_prefixes for u in self.unused)):
+            return False
         if name.startswith((*self.tower_prefixes, *self.connector_prefixes)):
             return True
         return not name.startswith(self.text_prefixes)

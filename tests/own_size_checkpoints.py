@@ -146,7 +146,79 @@ QWEN3_VL_TEXT = {
     "rope_parameters": {**MROPE, "mrope_section": [4, 3, 1]},
 }
 
+# PaddleOCR-VL
+
+
+def rows_of_patches(patch: int) -> Callable[[Any], torch.Tensor]:
+    """Pixels of one image out of patches [n, 3, patch, patch] in reading order."""
+
+    def pixels(inputs: Any) -> torch.Tensor:
+        _, rows, cols = inputs["image_grid_thw"][0].tolist()
+        image = inputs["pixel_values"].view(rows, cols, 3, patch, patch).permute(2, 0, 3, 1, 4)
+        return image.reshape(1, 3, rows * patch, cols * patch)
+
+    return pixels
+
+
+def paddle_case(name: str, use_bias: bool) -> FamilyCase:
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        return {
+            "model_type": "paddleocr_vl",
+            "text_config": {
+                **QWEN_TEXT,
+                "vocab_size": vocab_size,
+                "head_dim": 16,
+                "use_bias": use_bias,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "image_size": 35,
+                "patch_size": 7,
+                "spatial_merge_size": 2,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+            },
+            "image_token_id": ids["<|IMAGE_PLACEHOLDER|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|IMAGE_START|>"],
+            "vision_end_token_id": ids["<|IMAGE_END|>"],
+            "tie_word_embeddings": True,
+        }
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("<|IMAGE_PLACEHOLDER|>", "<|video_pad|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
+        named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        processor={
+            "processor_class": "PaddleOCRVLProcessor",
+            "image_processor": {
+                "image_processor_type": "PaddleOCRVLImageProcessor",
+                "size": {"shortest_edge": 4 * 14**2, "longest_edge": 60 * 14**2},
+                "patch_size": 7,
+                "merge_size": 2,
+                "temporal_patch_size": 1,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+            },
+        },
+        template=CHATML.replace("IMAGE", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"),
+        old_names={
+            "model.language_model.": "model.",
+            "model.visual.": "visual.",
+            "model.projector.": "mlp_AR.",
+        },
+        takes=lambda width, height: max(width, height) <= 100 * min(width, height),
+        pixels=rows_of_patches(7),
+    )
+
+
 OWN_SIZE_CASES = (
+    paddle_case("paddleocr_vl", use_bias=False),
+    paddle_case("paddleocr_vl_biases", use_bias=True),
     qwen_case("qwen3_vl", "qwen3_vl", QWEN3_VISION, QWEN3_VL_TEXT, tied=True),
     qwen_case("qwen2_vl", "qwen2_vl", QWEN2_VISION, QWEN_TEXT, tied=True),
     qwen_case("qwen2_5_vl_untied", "qwen2_5_vl", QWEN2_5_VISION, QWEN_TEXT, tied=False),

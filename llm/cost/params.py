@@ -54,6 +54,7 @@ FAMILIES: dict[str, WeightLayout] = {
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), WeightLayout(qkv_bias=True)
     ),
     "qwen3_vl_text": WeightLayout(qk_norm="head"),
+    **dict.fromkeys(("paddleocr_vl_text", "paddleocr_vl"), WeightLayout(tied=True)),
     "gemma": WeightLayout(tied=True),
     "gemma2": WeightLayout(norms_per_layer=4, tied=True),
     "gemma3_text": WeightLayout(qk_norm="head", norms_per_layer=4, tied=True),

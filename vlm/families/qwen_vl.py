@@ -139,9 +139,11 @@ def decoder(config: Json) -> DecoderConfig:
     return mrope_decoder(_TEXT | text, "qwen2", _SECTIONS, chunked_axes, tied=tied)
 
 
-def area_rule(processor: Json, tower: TowerConfig, merge: int, bounds: tuple[int, int]) -> AreaResize:
+def area_rule(
+    processor: Json, tower: TowerConfig, merge: int, bounds: tuple[int, int], frames: int = TEMPORAL_PATCH
+) -> AreaResize:
     """bounds: pixels of the smallest and largest image where the processor is silent."""
-    wanted = {"patch_size": tower.patch_size, "merge_size": merge, "temporal_patch_size": TEMPORAL_PATCH}
+    wanted = {"patch_size": tower.patch_size, "merge_size": merge, "temporal_patch_size": frames}
     for key, value in wanted.items():
         if processor.get(key, value) != value:
             raise EncoderConfigError(f"image processor: {key} must be {value}, as the tower's")

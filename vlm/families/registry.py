@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from llm.decoder_config import ConfigError
-from vlm.families import gemma3, idefics3, internvl, lighton_ocr, qwen3_vl, qwen_vl
+from vlm.families import gemma3, idefics3, internvl, lighton_ocr, paddleocr_vl, qwen3_vl, qwen_vl
 from vlm.families.base import Family, Json
 
 FAMILIES: tuple[Family, ...] = (
@@ -16,6 +16,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN2_VL,
     qwen_vl.QWEN2_5_VL,
     qwen3_vl.FAMILY,
+    paddleocr_vl.FAMILY,
 )
 
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
