@@ -88,6 +88,9 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, TensorEnt
             raise CheckpointError(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")
 
 
-def _some(names: list[str], limit: int = 3) -> str:
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+_MOST_NAMES = 3
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -173,9 +173,9 @@ class TowerShape:
     def weight_bytes(self, element_bytes: float = 2) -> int:
         return math.ceil(self.num_params * element_bytes)
 
-    def output_bytes(self, grid: Grid, element_bytes: float = 2) -> int:
-        """Bytes of the visual tokens that are cached and sent to the decoder."""
-        return math.ceil(self.geometry.rows(grid) * self.row_sets * self.d_model * element_bytes)
+    def output_bytes(self, grid: Grid) -> int:
+        """Bytes, at 16 bits a number, of the visual tokens that are cached and sent to the decoder."""
+        return 2 * self.geometry.rows(grid) * self.row_sets * self.d_model
 
 
 def _squares(length: int, window: int) -> int:

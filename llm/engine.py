@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -144,18 +144,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool
-        return EngineStats.collect(
-            self._counters,
-            scheduler.counters,
-            num_running=self.num_running,
-            num_waiting=len(scheduler.queues.waiting),
+        scheduled, speculation = scheduler.counters, scheduler.speculation
+        return EngineStats(
+            running=self.num_running,
+            waiting=len(scheduler.queues.waiting),
             kv_blocks=pool.num_blocks,
             kv_blocks_held=pool.num_held,
             kv_blocks_cached=pool.num_cached,
             evictions=pool.num_evictions,
             visuals_missing=self._wants.num_awaited,
-            drafted_tokens=0 if scheduler.speculation is None else scheduler.speculation.num_drafted,
-            accepted_tokens=0 if scheduler.speculation is None else scheduler.speculation.num_accepted,
+            prefix_query_tokens=scheduled.prefix_queries,
+            prefix_hit_tokens=scheduled.prefix_hits,
+            preempted_recompute=scheduled.preempted_recompute,
+            preempted_swap=scheduled.preempted_swap,
+            drafted_tokens=0 if speculation is None else speculation.num_drafted,
+            accepted_tokens=0 if speculation is None else speculation.num_accepted,
+            **asdict(self._counters),
         )
 
     def clear_prefix_cache(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm.request import Timings, Usage
-from llm.scheduling.queues import SchedulerCounters
 from llm.scheduling.sequence import Group
 
 
@@ -54,49 +53,6 @@ class EngineStats:
     @property
     def slot_use(self) -> float:
         return self.slots_used / self.slots_offered if self.slots_offered else 0.0
-
-    @classmethod
-    def collect(
-        cls,
-        counters: EngineCounters,
-        scheduled: SchedulerCounters,
-        *,
-        num_running: int,
-        num_waiting: int,
-        kv_blocks: int,
-        kv_blocks_held: int,
-        kv_blocks_cached: int,
-        evictions: int,
-        visuals_missing: int,
-        drafted_tokens: int,
-        accepted_tokens: int,
-    ) -> EngineStats:
-        return cls(
-            running=num_running,
-            waiting=num_waiting,
-            kv_blocks=kv_blocks,
-            kv_blocks_held=kv_blocks_held,
-            kv_blocks_cached=kv_blocks_cached,
-            evictions=evictions,
-            visuals_missing=visuals_missing,
-            prefix_query_tokens=scheduled.prefix_queries,
-            prefix_hit_tokens=scheduled.prefix_hits,
-            preempted_recompute=scheduled.preempted_recompute,
-            preempted_swap=scheduled.preempted_swap,
-            steps=counters.steps,
-            failed_steps=counters.failed_steps,
-            slots_offered=counters.slots_offered,
-            slots_used=counters.slots_used,
-            chunk_tokens=counters.chunk_tokens,
-            generated_tokens=counters.generated_tokens,
-            drafted_tokens=drafted_tokens,
-            accepted_tokens=accepted_tokens,
-            finished_stop=counters.finished_stop,
-            finished_length=counters.finished_length,
-            failed=counters.failed,
-            cancelled=counters.cancelled,
-            step_ms_ema=counters.step_ms_ema,
-        )
 
 
 def usage_of(group: Group) -> Usage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from article_formulas import decode_wall
 from figures import shows
 
 from llm.cost import (
@@ -92,14 +93,12 @@ def test_end_to_end_latency_and_the_cost_of_a_doubled_batch() -> None:
 def test_the_batch_1_ceiling_of_an_a100() -> None:
     """7.85 ms is 16 GB over 2,039 GB/s; the model's 16.06 GB make 7.88. Both are 127 tok/s."""
     rounded = replace(LLAMA_8B, num_params=8_000_000_000)
-    assert shows(1e3 / roofline.decode_wall(rounded, A100), "7.85")
-    assert shows(1e3 / roofline.decode_wall(LLAMA_8B, A100), "7.88")
-    assert shows(roofline.decode_wall(rounded, A100), "127") and shows(
-        roofline.decode_wall(LLAMA_8B, A100), "127"
-    )
+    assert shows(1e3 / decode_wall(rounded, A100), "7.85")
+    assert shows(1e3 / decode_wall(LLAMA_8B, A100), "7.88")
+    assert shows(decode_wall(rounded, A100), "127") and shows(decode_wall(LLAMA_8B, A100), "127")
     slow, fast = (replace(A100, bandwidth_efficiency=share) for share in (0.6, 0.8))
     for machine, figure in ((slow, "80"), (fast, "100")):
-        assert shows(roofline.decode_wall(rounded, machine), figure, step="10")
+        assert shows(decode_wall(rounded, machine), figure, step="10")
 
 
 def test_4050_tokens_per_s_is_rounded_down_from_4076() -> None:
@@ -107,7 +106,7 @@ def test_4050_tokens_per_s_is_rounded_down_from_4076() -> None:
     assert shows(32 / 7.85e-3, "4076")
     assert 32 * 127 == 4064
     rounded = replace(LLAMA_8B, num_params=8_000_000_000)
-    assert shows(32 * roofline.decode_wall(rounded, A100), "4078")
+    assert shows(32 * decode_wall(rounded, A100), "4078")
     with_caches = decode_time(LLAMA_8B, A100, 32, 1024)
     assert 32 / with_caches.seconds < 4050
 
@@ -117,4 +116,4 @@ def test_awq_on_a_4090_is_70_and_67_percent_of_the_wall() -> None:
     wall_16, wall_4 = RTX4090.bandwidth / 13.5e9, RTX4090.bandwidth / 3.5e9
     assert shows(wall_16, "74.7") and shows(wall_4, "288")
     assert shows(52 / wall_16 * 100, "70", step="1") and shows(194 / wall_4 * 100, "67")
-    assert shows(roofline.decode_wall(LLAMA_2_7B, RTX4090), "74.8")  # from 13.48 GB
+    assert shows(decode_wall(LLAMA_2_7B, RTX4090), "74.8")  # from 13.48 GB

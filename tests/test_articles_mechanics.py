@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from article_formulas import (
+    crossover_tokens,
+    decode_wall,
+    gemm_intensity,
+    padding_waste,
+    quadratic_prompt_tokens,
+    speculation_pays,
+    training_ledger,
+)
 from figures import shows
 
 from encoder.geometry import VisionGeometry
@@ -30,16 +39,14 @@ from llm.cost import (
     parallel_decode_time,
     prefill_time,
     prefill_work,
-    speculation_pays,
     speculation_speedup,
     step_time,
     step_work,
-    training_ledger,
     weight_bytes,
 )
 from vlm.plan.catalog import load_machine, load_model
 from vlm.plan.labs import roofline
-from vlm.plan.labs.image_lab import padding_waste, plan_image, with_encoder, with_pooling
+from vlm.plan.labs.image_lab import plan_image, with_encoder, with_pooling
 from vlm.plan.simulation.workload import ARTICLE_REQUESTS
 
 GB, KIB = 1e9, 1024
@@ -90,8 +97,8 @@ def test_full_context_of_llama_2_7b_outweighs_the_model_and_the_card() -> None:
 
 
 def test_one_layer_two_regimes() -> None:
-    assert shows(roofline.gemm_intensity(8192, 4096, 4096), "1638")
-    assert shows(roofline.gemm_intensity(1, 4096, 4096), "1.0")
+    assert shows(gemm_intensity(8192, 4096, 4096), "1638")
+    assert shows(gemm_intensity(1, 4096, 4096), "1.0")
     assert shows(1 / H100.ridge() * 100, "0.3")  # percent of the roof
     assert shows((1 - 1 / H100.ridge()) * 100, "99.7")
     assert shows(1 / H100.ridge() * 100, "0.34")
@@ -149,7 +156,7 @@ def test_what_the_cache_saves() -> None:
 def test_group_size_is_the_intensity_of_decode_attention(heads: int, kv_heads: int, intensity: int) -> None:
     shape = replace(LLAMA_8B, num_heads=heads, num_kv_heads=kv_heads)
     assert roofline.long_context_intensity(shape) == pytest.approx(intensity)
-    assert intensity == 2 * shape.group_size / 2
+    assert intensity == 2 * (shape.num_heads // shape.num_kv_heads) / 2
 
 
 def test_mla_against_gqa() -> None:
@@ -190,15 +197,15 @@ def test_table_3_inference_cache_belongs_to_a_gqa_model() -> None:
     ("name", "tokens", "conversations"), [("llama-3-8b", "122,500", 15), ("7b-mha", "25,700", 3)]
 )
 def test_where_the_cache_overtakes_the_model(name: str, tokens: str, conversations: int) -> None:
-    crossover = roofline.crossover_tokens(decoder(name))
+    crossover = crossover_tokens(decoder(name))
     assert shows(crossover, tokens)
     assert round(crossover / 8192) == conversations
 
 
 def test_the_decode_wall() -> None:
-    assert shows(roofline.decode_wall(LLAMA_8B, H100), "209")
-    assert shows(1e3 / roofline.decode_wall(LLAMA_8B, H100), "4.8")
-    wall = roofline.decode_wall(LLAMA_8B, H100)
+    assert shows(decode_wall(LLAMA_8B, H100), "209")
+    assert shows(1e3 / decode_wall(LLAMA_8B, H100), "4.8")
+    wall = decode_wall(LLAMA_8B, H100)
     assert shows(100 / wall * 100, "50", step="5") and shows(140 / wall * 100, "65", step="5")
 
 
@@ -259,8 +266,8 @@ def test_littles_law() -> None:
 def test_four_bit_weights() -> None:
     four = Precision(weight_bytes=0.5)
     assert shows(weight_bytes(LLAMA_8B, 2) / GB, "16.1") and shows(weight_bytes(LLAMA_8B, 0.5) / GB, "4")
-    assert shows(1e3 / roofline.decode_wall(LLAMA_8B, H100, four), "1.2")
-    assert shows(1e3 / roofline.decode_wall(LLAMA_8B, H100), "4.8")
+    assert shows(1e3 / decode_wall(LLAMA_8B, H100, four), "1.2")
+    assert shows(1e3 / decode_wall(LLAMA_8B, H100), "4.8")
     prefill = prefill_time(LLAMA_8B, H100, 8192, precision=four)
     assert prefill.seconds == prefill_time(LLAMA_8B, H100, 8192).seconds  # compute-bound: nothing gained
 
@@ -374,10 +381,10 @@ def test_text_alone_takes_the_weights_read_and_not_1_ms() -> None:
 
 def test_quadratic_prefill_begins_at_61264_tokens() -> None:
     """Printed as about 53,000: that is what the 6.98e9 parameters outside the two tables give."""
-    assert round(roofline.quadratic_prompt_tokens(replace(LLAMA_8B, num_params=8_030_000_000))) == 61_264
+    assert round(quadratic_prompt_tokens(replace(LLAMA_8B, num_params=8_030_000_000))) == 61_264
     tables = load_model("llama-3-8b").decoder
     body = LLAMA_8B.num_params - tables.embed_params - tables.head_params
-    assert shows(roofline.quadratic_prompt_tokens(replace(LLAMA_8B, num_params=body)), "53,000")
+    assert shows(quadratic_prompt_tokens(replace(LLAMA_8B, num_params=body)), "53,000")
 
 
 def test_63_gb_free_is_80_less_14_and_3() -> None:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from article_formulas import speculation_pays, swap_is_cheaper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,10 +33,8 @@ from llm.cost import (
     prefill_time,
     prefill_work,
     recompute_seconds,
-    speculation_pays,
     step_time,
     step_work,
-    swap_is_cheaper,
     swap_seconds,
     weights_read,
 )

@@ -1,4 +1,5 @@
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_each_result_owns_its_memory() -> None:
     encoder = small_encoder()
     for rows in encoder.encode([image(3), image(1)]):
         assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_forwards_run_on_one_thread_of_their_own_whose_heap_holds_nothing_else() -> None:
+    """Beside what outlives them, their temporaries would leave holes: gigabytes in an engine process."""
+    encoder = small_encoder()
+    threads: list[int] = []
+    encoder.connector.register_forward_hook(lambda *_: threads.append(threading.get_ident()))
+    for count in (1, 3):
+        encoder.encode([image(count)])
+    assert len(set(threads)) == 1 and threading.get_ident() not in threads
 
 
 def test_visual_tokens_carry_no_graph() -> None:

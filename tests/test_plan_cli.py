@@ -13,8 +13,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from llm.cost import kv_bytes
+from vlm.cli.tokens import image_cost
 from vlm.plan.catalog import load_model
 from vlm.plan.cli import app
+from vlm.spec import ModelSpec
 
 COMMANDS = ("kv", "serve", "batch", "image", "schedule", "fleet")
 FIELDS = {
@@ -105,6 +107,17 @@ def test_images_are_planned_from_their_headers(tmp_path: Path, make_image: Calla
     assert document["prompt_tokens"] > document["visual_tokens"] + document["text_tokens"]  # markers
     shape = load_model("default").decoder
     assert document["kv_per_request_bytes"] == kv_bytes(shape, document["prompt_tokens"], 4, 16)
+
+
+@pytest.mark.parametrize(("width", "height"), [(900, 300), (64, 64), (1200, 1600)])
+def test_an_image_costs_what_vlm_tokens_says(
+    tmp_path: Path, make_image: Callable[..., bytes], width: int, height: int
+) -> None:
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(make_image(width, height))
+    (planned,) = json.loads(call("image", str(file), "--model", "default", "--json"))["per_image"]
+    told = image_cost(ModelSpec.load("default"), file.read_bytes(), "auto")
+    assert (planned["kv_bytes"], planned["prompt_tokens"]) == (told["kv_bytes"], told["prompt_tokens"])
 
 
 @pytest.fixture

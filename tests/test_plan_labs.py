@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from article_formulas import padding_waste
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.cost import CostError, Parallel, Precision, decode_time, kv_bytes, max_batch, prefill_time
 from vlm.plan.catalog import load_machine, load_model, machine_names, model_names
 from vlm.plan.labs.batch_lab import plan_batch, render_batch
-from vlm.plan.labs.image_lab import padding_waste, plan_image, render_image, with_encoder, with_pooling
+from vlm.plan.labs.image_lab import plan_image, render_image, with_encoder, with_pooling
 from vlm.plan.labs.kv_lab import capacity_curve, plan_kv, render_kv
 from vlm.plan.labs.serve_lab import SpeculationGain, Workload, plan_serve, render_serve
 

@@ -21,7 +21,7 @@ from llm.backend.decoder import DecoderWeights
 from llm.backend.kv_pool import quantise_heads
 from llm.backend.native import NativeBackend
 from llm.backend.native_build import why_unavailable
-from llm.backend.quantise import dequantise_int4, dequantise_int8, quantise_int4, quantise_int8
+from llm.backend.quantise import quantise_int4, quantise_int8
 from llm.backend.torch_backend import TorchBackend
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
@@ -34,6 +34,15 @@ SETTINGS = settings(
     deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 KINDS = [("native", "float32"), ("native", "int8"), ("native", "int4"), ("torch", "auto")]
+
+
+def dequantise_int8(values: Tensor, scale: Tensor) -> Tensor:
+    return values.to(torch.float32) * scale[:, None]
+
+
+def dequantise_int4(values: Tensor, scale: Tensor, k: int) -> Tensor:
+    """float32 [n, k], exact: an integer of 4 bits times a bfloat16 scale."""
+    return (values.to(torch.float32) * scale[..., None]).flatten(1)[:, :k]
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> Tensor:

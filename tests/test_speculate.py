@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from article_formulas import speculation_pays
 from fake_backend import VOCAB, Harness, prompt_of, reference_logits, request_of, text_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_constrain import EOS_ID, VOCAB_SIZE, VOCABULARY, constrained, harness_of
 
 from llm.constraints.constrain import Grammars
-from llm.cost import Machine, speculation_pays
+from llm.cost import Machine
 from llm.engine_config import EngineConfig
 from llm.request import Request, SamplingParams
 from llm.sampling.draft import Drafter, NGramDraft

@@ -23,10 +23,6 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _rounded(weight, scale[:, None], -127, 127).to(torch.int8), scale
 
 
-def dequantise_int8(values: Tensor, scale: Tensor) -> Tensor:
-    return values.to(torch.float32) * scale[:, None]
-
-
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[n, k] -> int8 [n, groups, 32] of -8..7 and scales [n, groups] that bfloat16 holds exactly.
 
@@ -35,11 +31,6 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     parts = [_quantise_rows(rows) for rows in weight.to(torch.float32).split(_ROWS)]
     return torch.cat([values for values, _ in parts]), torch.cat([scale for _, scale in parts])
-
-
-def dequantise_int4(values: Tensor, scale: Tensor, k: int) -> Tensor:
-    """float32 [n, k], exact: an integer of 4 bits times a bfloat16 scale."""
-    return (values.to(torch.float32) * scale[..., None]).flatten(1)[:, :k]
 
 
 def _quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ bytes, times are seconds; a `DecoderShape` comes from any Hugging Face `config.j
 from llm.cost.machine import Machine, Precision
 from llm.cost.memory import (
     InferenceLedger,
-    TrainingLedger,
     activation_bytes,
     inference_ledger,
     kv_bytes,
@@ -18,7 +17,6 @@ from llm.cost.memory import (
     kv_share,
     logits_bytes,
     num_blocks,
-    training_ledger,
     weight_bytes,
 )
 from llm.cost.parallel import (
@@ -35,9 +33,7 @@ from llm.cost.rules import (
     expected_tokens,
     make_swap_rule,
     recompute_seconds,
-    speculation_pays,
     speculation_speedup,
-    swap_is_cheaper,
     swap_seconds,
 )
 from llm.cost.shape import DecoderShape
@@ -76,7 +72,6 @@ __all__ = [
     "Parallel",
     "Precision",
     "StepTime",
-    "TrainingLedger",
     "WeightBytes",
     "Work",
     "activation_bytes",
@@ -108,15 +103,12 @@ __all__ = [
     "prefill_time",
     "prefill_work",
     "recompute_seconds",
-    "speculation_pays",
     "speculation_speedup",
     "step_time",
     "step_work",
     "stored_precision",
-    "swap_is_cheaper",
     "swap_seconds",
     "time_work",
-    "training_ledger",
     "weight_bytes",
     "weights_read",
 ]

@@ -76,14 +76,15 @@ def held_weight_bytes(shape: DecoderShape, precision: Precision) -> int:
     return precision.held_bytes or weight_bytes(shape, precision.weight_bytes)
 
 
-def logits_bytes(shape: DecoderShape, num_positions: int, element_bytes: float = 4) -> int:
-    return math.ceil(num_positions * shape.vocab_size * element_bytes)
+def logits_bytes(shape: DecoderShape, num_positions: int) -> int:
+    """In float32."""
+    return 4 * num_positions * shape.vocab_size
 
 
-def activation_bytes(shape: DecoderShape, num_tokens: int, num_logits: int, element_bytes: float = 2) -> int:
-    """Peak transients of a step: the widest layer's rows, and float32 logits where they are wanted."""
+def activation_bytes(shape: DecoderShape, num_tokens: int, num_logits: int) -> int:
+    """Peak transients of a step: the widest layer's 16-bit rows, and float32 logits where wanted."""
     widest = max(shape.intermediate_size, shape.num_heads * shape.head_dim, shape.d_model)
-    return math.ceil(num_tokens * widest * element_bytes) + logits_bytes(shape, num_logits)
+    return 2 * num_tokens * widest + logits_bytes(shape, num_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,39 +118,4 @@ def inference_ledger(
         kv=math.ceil(num_sequences * one * kv_share(shape, tensor)),
         activations=activation_bytes(shape, num_sequences, num_sequences),
         workspace=workspace_bytes,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingLedger:
-    """Bytes of mixed-precision Adam, unsharded; (least, most) where practice differs."""
-
-    weights: int
-    master: int
-    gradients: tuple[int, int]  # kept in 16 or in 32 bits
-    moments: int
-    activations: tuple[int, int]
-    workspace: tuple[int, int]
-
-    @property
-    def total(self) -> tuple[int, int]:
-        fixed = self.weights + self.master + self.moments
-        low = self.gradients[0] + self.activations[0] + self.workspace[0]
-        high = self.gradients[1] + self.activations[1] + self.workspace[1]
-        return fixed + low, fixed + high
-
-
-def training_ledger(
-    num_params: int,
-    activations: tuple[int, int] = (10_000_000_000, 60_000_000_000),
-    workspace: tuple[int, int] = (1_000_000_000, 3_000_000_000),
-) -> TrainingLedger:
-    """16-bit weights, float32 master weights and moments; activations as checkpointing leaves them."""
-    return TrainingLedger(
-        weights=2 * num_params,
-        master=4 * num_params,
-        gradients=(2 * num_params, 4 * num_params),
-        moments=8 * num_params,
-        activations=activations,
-        workspace=workspace,
     )

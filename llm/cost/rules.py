@@ -37,20 +37,6 @@ def recompute_seconds(
     return prefill_time(shape, machine, num_tokens, num_cached, precision).seconds
 
 
-def swap_is_cheaper(
-    shape: DecoderShape,
-    machine: Machine,
-    num_tokens: int,
-    num_cached: int = 0,
-    precision: Precision | None = None,
-    block_size: int = 1,
-) -> bool:
-    """Whether a preempted sequence should be swapped to host memory rather than recomputed later."""
-    private = max(0, num_tokens - num_cached)
-    swap = swap_seconds(shape, machine, private, precision, block_size)
-    return swap < recompute_seconds(shape, machine, num_tokens, num_cached, precision)
-
-
 def make_swap_rule(
     shape: DecoderShape, machine: Machine, precision: Precision | None = None, block_size: int = 16
 ) -> Callable[[int, int], bool]:
@@ -79,10 +65,3 @@ def expected_tokens(acceptance: float, num_draft: int) -> float:
 def speculation_speedup(acceptance: float, num_draft: int, draft_cost: float) -> float:
     """Against one token per step; `draft_cost` is one proposal's cost in target steps."""
     return expected_tokens(acceptance, num_draft) / (1.0 + num_draft * draft_cost)
-
-
-def speculation_pays(
-    batch: int, num_draft: int, machine: Machine, precision: Precision | None = None
-) -> bool:
-    """Whether `num_draft` proposals for each of `batch` sequences stay under the ridge: B(g + 1) <= B*."""
-    return batch * (num_draft + 1) <= batch_at_ridge(machine, precision)

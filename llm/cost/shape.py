@@ -106,11 +106,6 @@ class DecoderShape:
         return replace(self, embed_params=0, head_params=0)
 
     @property
-    def group_size(self) -> int:
-        """Query heads per key/value head: g."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def value_dim(self) -> int:
         return self.v_head_dim or self.head_dim
 

@@ -120,6 +120,6 @@ class VisualStore:
                     self._blobs.delete(victim)
 
 
-def open_visual_blobs(url: str, cap_bytes: int = VISUAL_CAP_BYTES, patience_s: float = 0.0) -> BlobStore:
+def open_visual_blobs(url: str, patience_s: float = 0.0) -> BlobStore:
     """The blob store of level 2, with an account of its own."""
-    return open_store(url, cap_bytes, patience_s, prefix="vlm:visual")
+    return open_store(url, VISUAL_CAP_BYTES, patience_s, prefix="vlm:visual")

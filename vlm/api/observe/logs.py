@@ -63,10 +63,10 @@ def formatter(form: Form) -> logging.Formatter:
     return PlainFormatter() if plain else JsonFormatter()
 
 
-def configure(form: Form, level: int = logging.INFO) -> None:
+def configure(form: Form) -> None:
     """Everything to stderr: stdout belongs to commands' results."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(form))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("uvicorn.error", "uvicorn.access", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -195,11 +195,6 @@ def plan_image(
     )
 
 
-def padding_waste(tiles: Sequence[int]) -> float:
-    """Share of the tower's work that is padding if every image of a batch is padded to the largest."""
-    return 1.0 - sum(tiles) / (max(tiles) * len(tiles))
-
-
 def _span_rows(plan: ImagePlan) -> list[tuple[str, str]]:
     if not plan.span_tokens:
         return []

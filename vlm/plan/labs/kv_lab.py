@@ -42,14 +42,13 @@ def plan_kv(
     context: int,
     sequences: int = 1,
     precision: Precision | None = None,
-    workspace_bytes: int = 0,
     block_size: int = 1,
 ) -> KvPlan:
-    """Capacity accounting on one device: no activations, and no workspace unless it is given."""
+    """Capacity accounting on one device, without activations and workspace."""
     precision = precision or Precision()
-    ledger = inference_ledger(shape, sequences, context, precision, workspace_bytes, block_size)
-    used = (ledger.weights + ledger.kv + ledger.workspace) / machine.memory_bytes
-    roomy = _with_workspace(machine, workspace_bytes)
+    ledger = inference_ledger(shape, sequences, context, precision, block_size=block_size)
+    used = (ledger.weights + ledger.kv) / machine.memory_bytes
+    roomy = replace(machine, workspace_bytes=0)
     step = decode_time(shape, machine, sequences, context, precision)
     read = sequences * kv_bytes(shape, context, precision.kv_bytes)
     return KvPlan(
@@ -68,19 +67,14 @@ def plan_kv(
     )
 
 
-def _with_workspace(machine: Machine, workspace_bytes: int) -> Machine:
-    return replace(machine, workspace_bytes=workspace_bytes)
-
-
 def capacity_curve(
     shape: DecoderShape,
     machine: Machine,
     contexts: list[int],
     precision: Precision | None = None,
-    workspace_bytes: int = 0,
 ) -> list[int]:
     """Resident sequences at each context."""
-    roomy = _with_workspace(machine, workspace_bytes)
+    roomy = replace(machine, workspace_bytes=0)
     return [max_batch(shape, roomy, context, precision) for context in contexts]
 
 

@@ -18,18 +18,21 @@ def clock(device: str = "cpu") -> Callable[[], float]:
     return time.process_time if single else time.perf_counter
 
 
-def gemm_rate(device: str, rounds: int, side: int = 1024) -> float:
+_SIDE = 1024  # of the matrices
+
+
+def gemm_rate(device: str, rounds: int) -> float:
     """FLOP/s of the best square matrix product."""
     import torch
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    a, b = torch.ones(2, side, side, device=device, dtype=dtype)
+    a, b = torch.ones(2, _SIDE, _SIDE, device=device, dtype=dtype)
     now, best = clock(device), float("inf")
     for _ in range(rounds + 1):
         started = now()
         (a @ b).sum().item()
         best = min(best, now() - started)
-    return 2.0 * side**3 / best
+    return 2.0 * _SIDE**3 / best
 
 
 def copy_bandwidth(num_bytes: int = 64 << 20, rounds: int = 5) -> float:
