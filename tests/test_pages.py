@@ -21,7 +21,7 @@ from preprocess.formats.tiff import is_tiff, page_offsets
 from preprocess.formats.tiff_page import page_file
 from preprocess.pages import DrawnPage, PageLimits, PdfPages, is_pdf, page_scale
 from preprocess.types import ImageError
-from vlm.caption import rasterise
+from workers.local import page_drawing
 from workers.local.page_drawing import PageRenderer
 
 MANY = 1 << 30
@@ -230,16 +230,16 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     frames = "from workers.children.frames import frames_of_parent as frames"
     sleep = "with frames(int(sys.argv[-1])) as f: f.send({}); time.sleep(60)"
     sleeper = [sys.executable, "-c", f"import sys, time; {frames}\n{sleep}"]
-    real = rasterise.command
+    real = page_drawing.command
     limits = PageLimits(page_deadline_s=0.5)
 
     async def run() -> None:
         renderer = PageRenderer(limits)
-        monkeypatch.setattr(rasterise, "command", lambda _: sleeper)
+        monkeypatch.setattr(page_drawing, "command", lambda _: sleeper)
         with pytest.raises(ImageError) as caught:
             await renderer.count(str(good))
         assert caught.value.code == "page_timeout"
-        monkeypatch.setattr(rasterise, "command", lambda _: real(PageLimits()))
+        monkeypatch.setattr(page_drawing, "command", lambda _: real(PageLimits()))
         renderer.limits = PageLimits()
         assert await renderer.count(str(good)) == 1
         await renderer.close()

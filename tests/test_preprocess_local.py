@@ -155,7 +155,7 @@ def test_a_system_without_room_for_a_process_costs_an_error_and_no_place(
         async with pool() as stage:
             os.kill(stage.pids[0], signal.SIGKILL)
             with monkeypatch.context() as full:
-                full.setattr("workers.local.preprocess_pool.subprocess.Popen", no_room)
+                full.setattr("workers.children.child.subprocess.Popen", no_room)
                 for _ in range(3):
                     with pytest.raises(StageUnavailable):
                         await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)

@@ -78,6 +78,9 @@ class Child:
         """Minus a signal's number for one that it ended by; None while it runs."""
         return self._process.poll()
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     async def ended(self) -> int:
         """Its exit status, once it has one."""
         while (status := self.exit_status) is None:
@@ -99,13 +102,13 @@ class Child:
         return header, await self._read(payload_bytes)
 
     async def end(self, grace_s: float = 0.0) -> None:
-        """Closes the socket, and kills it unless it ends by itself within `grace_s`."""
-        self.socket.close()
+        """Kills it, unless it ends by itself within `grace_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.ended()
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
+        self.socket.close()
 
     def kill(self) -> None:
         """At once; `end` for those who have no event loop."""

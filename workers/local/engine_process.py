@@ -14,13 +14,12 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
-from workers.children.child import child_environment
+from workers.children.child import Child
 from workers.children.frames import Frame, FrameSocket
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
 from workers.contract.faults import UNREADABLE
@@ -42,6 +41,7 @@ from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_s
 log = logging.getLogger(__name__)
 
 IDLE_TICK_S = 0.5
+_GRACE_S = 2.0  # for a step under way, once the child finds its socket closed
 
 
 def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -> None:
@@ -124,7 +124,7 @@ class EngineProcess:
         self._streams = StreamTable()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._reply_ids = itertools.count()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
@@ -188,22 +188,17 @@ class EngineProcess:
 
     async def _run_child(self) -> None:
         """Returns once the child has ended or hangs."""
-        ours, theirs = socket.socketpair()
         progress_fd = open_shared()
         progress = Progress.of_file(progress_fd)
         try:
-            self._child = subprocess.Popen(
-                [*self._command, "--fd", str(theirs.fileno()), "--progress-fd", str(progress_fd)],
-                pass_fds=[theirs.fileno(), progress_fd],
-                process_group=0,  # Ctrl-C would reach it before it ignores it
-                env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment()},
+            self._child = Child(
+                [*self._command, "--progress-fd", str(progress_fd)],
+                pass_fds=[progress_fd],
+                environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
             )
-        except BaseException:
-            ours.close()
-            raise
         finally:
-            theirs.close()
             os.close(progress_fd)
+        ours = self._child.socket
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
         tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch(progress))]
         try:
@@ -235,7 +230,7 @@ class EngineProcess:
             hangs = (running if self._up.is_set() else starting).look(progress.count)
         log.error("the engine process makes no progress: it is replaced")
         if self._child:
-            self._child.kill()
+            self._child.signal(signal.SIGKILL)
 
     def _take(self, message: dict[str, Any]) -> None:
         match message["op"]:
@@ -271,14 +266,8 @@ class EngineProcess:
             self._writer.close()
             self._writer = None
         child, self._child = self._child, None
-        if child is None:
-            return
-        for _ in range(40):
-            if child.poll() is not None:
-                return
-            await asyncio.sleep(0.05)
-        child.kill()
-        await asyncio.to_thread(child.wait)
+        if child is not None:
+            await child.end(_GRACE_S)
 
     def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         if self._writer is None or not self._up.is_set():

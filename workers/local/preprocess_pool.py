@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
-import subprocess
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +16,7 @@ from preprocess.probe import open_header
 from preprocess.stage import PreprocessSpec
 from preprocess.types import ImageError, TileGrid, Tiles
 from preprocess.wire import from_bytes
-from workers.children.child import child_environment, module_command
+from workers.children.child import ONE_THREAD, Child, module_command
 from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.contract.stages import (
     MAX_ATTEMPTS,
@@ -205,22 +203,9 @@ class DecodeProcess:
     """A child and the socket to it; its first frame says that it is up."""
 
     def __init__(self, memory_bytes: int) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        command = [*module_command("workers.local.decode_process"), "--fd", str(theirs.fileno())]
-        try:
-            self._child = subprocess.Popen(
-                [*command, "--memory-bytes", str(memory_bytes)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C would reach it before it ignores it
-                env=child_environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
-            )
-        except OSError:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
+        command = [*module_command("workers.local.decode_process"), "--memory-bytes", str(memory_bytes)]
+        self._child = Child(command, environment=ONE_THREAD)
+        self._socket = self._child.socket
         self._starting = asyncio.Lock()
         self._up = False
 
@@ -231,7 +216,7 @@ class DecodeProcess:
     @property
     def ended_idle(self) -> bool:
         """It came up and is gone; asked between two calls."""
-        return self._up and self._child.poll() is not None
+        return self._up and self._child.exit_status is not None
 
     @property
     def cpu_s(self) -> float:
@@ -261,9 +246,7 @@ class DecodeProcess:
         return await asyncio.to_thread(from_bytes, payload, grid)
 
     async def kill(self) -> None:
-        self._socket.close()
-        self._child.kill()
-        await asyncio.to_thread(self._child.wait)
+        await self._child.end()
 
     async def _receive(self) -> tuple[dict[str, Any], bytearray]:
         json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
