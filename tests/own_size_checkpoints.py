@@ -216,7 +216,47 @@ def paddle_case(name: str, use_bias: bool) -> FamilyCase:
     )
 
 
+# Mistral 3 and Pixtral
+
+
+def break_case(name: str, model_type: str, merge: int, **settings: Any) -> FamilyCase:
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        text = {**TEXT, "model_type": "mistral", "num_key_value_heads": 2, "head_dim": 24}
+        return {
+            "model_type": model_type,
+            "text_config": {**text, "vocab_size": vocab_size, "sliding_window": None},
+            "vision_config": {**PIXTRAL, "hidden_act": "gelu"},
+            "image_token_index": ids["[IMG]"],
+            "vision_feature_layer": -1,
+            **settings,
+        }
+
+    return FamilyCase(
+        name=name,
+        config=config,
+        specials=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        named={"image_token": "[IMG]"},
+        processor={
+            "processor_class": "PixtralProcessor",
+            "patch_size": 7,
+            "spatial_merge_size": merge,
+            "image_processor": pixtral_processor(patch_size={"height": 7, "width": 7}),
+        },
+        template=CHATML.replace("IMAGE", "[IMG]"),
+        old_names={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+        takes=lambda width, height: min(width, height) / max(1, max(width, height) / 112) >= 8,
+    )
+
+
 OWN_SIZE_CASES = (
+    break_case("mistral3", "mistral3", 2, tie_word_embeddings=False, spatial_merge_size=2),
+    break_case("mistral3_biases", "mistral3", 2, tie_word_embeddings=True, multimodal_projector_bias=True),
+    break_case("pixtral", "llava", 1, vision_feature_select_strategy="full"),
     paddle_case("paddleocr_vl", use_bias=False),
     paddle_case("paddleocr_vl_biases", use_bias=True),
     qwen_case("qwen3_vl", "qwen3_vl", QWEN3_VISION, QWEN3_VL_TEXT, tied=True),

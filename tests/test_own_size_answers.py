@@ -23,7 +23,7 @@ from vlm.loading import load_encoder
 from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
-NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl")
+NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl", "mistral3", "pixtral")
 NUM_TOKENS = 12
 
 

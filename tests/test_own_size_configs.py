@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,19 @@ import pytest
 import torch
 from family_checkpoints import CASES, make_checkpoint
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoConfig
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from encoder.encoder_config import EncoderConfigError
 from llm.decoder_config import ConfigError
-from vlm.families.registry import BY_MODEL_TYPE
+from llm.text.tokenizer import Tokenizer
+from vlm.checkpoint import Checkpoint
+from vlm.families.registry import BY_MODEL_TYPE, family_of, find_family
 from vlm.loading import load_encoder, load_weights
 
-TYPES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl")
+MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl")
+TYPES = ("lighton_ocr", "mistral3", *MROPE)
 FLAT = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")  # whose older checkpoints have no text_config
 
 
@@ -50,7 +56,7 @@ def test_decoders_keys_may_be_the_outer_configs_own(model_type: str) -> None:
     assert read({**text, **old, **whole, "model_type": model_type}) == read(nested)
 
 
-@pytest.mark.parametrize("model_type", TYPES[1:])
+@pytest.mark.parametrize("model_type", MROPE)
 @pytest.mark.parametrize("sections", [[16, 24], [16, 24, 25], [0, 0, 0]])
 def test_sections_that_do_not_fit_a_head_are_refused(model_type: str, sections: list[int]) -> None:
     whole = spelled_out(model_type)
@@ -61,7 +67,7 @@ def test_sections_that_do_not_fit_a_head_are_refused(model_type: str, sections: 
 
 @pytest.mark.parametrize("key", ["patch_size", "merge_size", "temporal_patch_size"])
 def test_a_processor_of_another_towers_patches_is_refused(key: str) -> None:
-    for model_type in TYPES[1:]:
+    for model_type in MROPE:
         with pytest.raises(EncoderConfigError, match=key):
             BY_MODEL_TYPE[model_type].preprocess({"model_type": model_type}, {key: 5}, "fast")
 
@@ -93,3 +99,39 @@ def test_tensors_that_no_part_reads_are_let_be_and_others_are_not(tmp_path: Path
     save_file(tensors | {prefix + "headless.weight": torch.ones(2)}, file)
     with pytest.raises(ValueError, match="headless"):
         load_encoder(directory)
+
+
+@pytest.mark.parametrize("version", ["4.50.0.dev0", "5.0.0"])
+def test_words_of_older_mistral_files_are_tekkens(version: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "mistral3")
+    directory = make_checkpoint(case, tmp_path / "mistral3", seed=1)
+    cut = {"type": "Split", "pattern": {"Regex": "[^\\s]+"}, "behavior": "Isolated", "invert": False}
+    spell = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    words = {"type": "Sequence", "pretokenizers": [cut, spell]}
+    large = {"transformers_version": version, "text_config": {"vocab_size": 131_072}}
+    changes = {"config.json": large, "tokenizer.json": {"pre_tokenizer": words}}
+    for name, change in changes.items():
+        file = directory / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    raw = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+    theirs = TokenizersBackend._patch_mistral_regex(raw, directory, is_local=True, fix_mistral_regex=True)
+    ours = Checkpoint.read(directory).tokenizer
+    texts = ["self.self_self", "12345 pipelinePipeline", "import from  def\n\n  return/None", "it's\u00e9 x"]
+    found = [ours.encode(text) for text in texts]
+    assert found == [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    assert (found != [Tokenizer.from_directory(directory).encode(text) for text in texts]) == (
+        version[0] == "4"
+    )
+
+
+def test_a_family_claims_only_what_its_parts_are() -> None:
+    llava = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    ministral = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
+    for config, part in (
+        (llava, "vision_config of type pixtral"),
+        (ministral, "text_config of type mistral"),
+    ):
+        assert find_family(config) is None
+        with pytest.raises(ConfigError, match=part):
+            family_of(config)
+    assert find_family({"model_type": "llava", "vision_config": {"model_type": "pixtral"}}) is not None

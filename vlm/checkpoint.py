@@ -85,7 +85,7 @@ class Checkpoint:
         family = find_family(self.config)
         if family is None:
             return Tokenizer.from_directory(self.directory)
-        return Tokenizer.from_directory(self.directory, family.markup)
+        return Tokenizer.from_directory(self.directory, family.markup, family.split(self.config))
 
     @property
     def text_names(self) -> TextNames:

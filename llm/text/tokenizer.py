@@ -54,13 +54,18 @@ class Tokenizer:
         self._spelled = tuple(self._spelling(i) for i in range(self._parsing.get_vocab_size()))
 
     @classmethod
-    def from_directory(cls, directory: Path | str, markup: Markup = lambda specials: ()) -> Tokenizer:
-        """Raises ConfigError when tokenizer.json is missing or not understood."""
+    def from_directory(
+        cls, directory: Path | str, markup: Markup = lambda specials: (), split: str = ""
+    ) -> Tokenizer:
+        """`split`: a pattern of words in the place of the file's own, for families whose files have a wrong
+        one. Raises ConfigError when tokenizer.json is missing or not understood."""
         directory = Path(directory)
         try:
             text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise ConfigError("the checkpoint has no readable tokenizer.json") from None
+        if split:
+            text = _with_split(text, split)
         settings_path = directory / "tokenizer_config.json"
         settings = read_json_object(settings_path) if settings_path.is_file() else {}
         source = _template_source(directory, settings)
@@ -231,6 +236,21 @@ def _byte_kind(tokenizer: FastTokenizer) -> str:
     if "ByteFallback" in described or "Metaspace" in described:
         return "sentencepiece"
     raise ConfigError("the tokenizer's decoder is neither byte level nor SentencePiece")
+
+
+def _with_split(tokenizer_json: str, pattern: str) -> str:
+    """Words are cut by `pattern` first: in the place of the first step of several, else before the only one.
+
+    Reference: `fix_mistral_regex` of transformers.
+    """
+    value = json.loads(tokenizer_json)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    step = value.get("pre_tokenizer") or {}
+    steps = step["pretokenizers"][1:] if step.get("type") == "Sequence" else [step] if step else []
+    if step.get("type") == "Metaspace":  # loses spaces behind a split
+        steps = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+    value["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, *steps]}
+    return json.dumps(value)
 
 
 def _strips_first_space(tokenizer: FastTokenizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from encoder.encoder_config import EncoderConfig
@@ -47,7 +47,15 @@ class Family:
     visual_names: Callable[[EncoderConfig], Sequence[VisualNames]]  # layouts, the first that fits is taken
     text_names: TextNames
     markup: Markup = lambda specials: ()  # special tokens that its answers are written with
+    split: Callable[[Json], str] = lambda config: ""  # pattern of words where tokenizer.json has a wrong one
     without_processor: tuple[str, ...] = ()  # model types whose config.json holds the processor's settings
+    parts: Mapping[str, str] = field(default_factory=dict)  # model types that parts of the config must have
+
+    def claims(self, config: Json) -> bool:
+        """Whether a config of one of its model types has the parts that this family reads."""
+        return all(
+            (config.get(part) or {}).get("model_type", kind) == kind for part, kind in self.parts.items()
+        )
 
 
 def image_processor(files: Mapping[str, Json | None], types: tuple[str, ...]) -> Json:

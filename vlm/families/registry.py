@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from llm.decoder_config import ConfigError
-from vlm.families import gemma3, idefics3, internvl, lighton_ocr, paddleocr_vl, qwen3_vl, qwen_vl
+from vlm.families import gemma3, idefics3, internvl, lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
 from vlm.families.base import Family, Json
 
 FAMILIES: tuple[Family, ...] = (
@@ -17,13 +17,16 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN2_5_VL,
     qwen3_vl.FAMILY,
     paddleocr_vl.FAMILY,
+    mistral3.MISTRAL3,
+    mistral3.PIXTRAL,
 )
 
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 
 
 def find_family(config: Json) -> Family | None:
-    return BY_MODEL_TYPE.get(str(config.get("model_type")))
+    family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    return family if family is not None and family.claims(config) else None
 
 
 def family_of(config: Json) -> Family:
@@ -37,5 +40,8 @@ def family_of(config: Json) -> Family:
 def unsupported(config: Json) -> str:
     """One line for a model that no family claims: its model_type, and the nearest that work."""
     name = "".join(c for c in str(config.get("model_type", "")) if c.isalnum() or c in "_-.")[:40]
+    if name in BY_MODEL_TYPE:
+        parts = " and ".join(f"a {part} of type {kind}" for part, kind in BY_MODEL_TYPE[name].parts.items())
+        return f"model_type {name} is supported with {parts} alone"
     nearest = get_close_matches(name, BY_MODEL_TYPE, n=3, cutoff=0.5) or sorted(BY_MODEL_TYPE)
     return f"model_type {name or '(none)'} is not supported; the nearest that work: {', '.join(nearest)}"
