@@ -302,6 +302,8 @@ def test_ask_names_the_image_that_raises(
         raise OverflowError("int too large")
 
     monkeypatch.setattr(Pipeline, "plan_image", plan)
+    path = tmp_path / "good.png"
+    path.write_bytes(png(1))
     code, _, errors = call(capsys, "ask", str(path), "What?")
     assert code == FAILURE and errors[-1].startswith(f"vlm: {path}: the image could not be processed")
     assert not any("too large" in line for line in errors)
