@@ -1,4 +1,4 @@
 """Tiles to visual tokens: SigLIP tower, connectors, cross-request batcher, visual-token cache.
 
-Front doors: `encoder.model` (tiles in, rows out) and `encoder.geometry` (token counts, torch-free).
+Front doors: `encoder.encoder_model` (tiles in, rows out) and `encoder.geometry` (token counts, torch-free).
 """

@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from encoder.checkpoint import CheckpointError, TensorEntry, check_names, read_header, read_index
 from encoder.connector import Deepstack, build_connector
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig
-from encoder.model import Encoder
+from encoder.encoder_model import Encoder
 from encoder.openclip import open_clip_tower
 from encoder.revision import open_clip_revision, open_clip_trunk, revision_of
+from encoder.tensor_files import CheckpointError, TensorEntry, check_names, read_header, read_index
 from encoder.tensor_names import TEMPORAL_PATCH, Source, VisualNames
 from encoder.tower import Tower
 

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from encoder.checkpoint import TensorEntry, read_header, read_index
 from encoder.encoder_config import EncoderConfig
+from encoder.tensor_files import TensorEntry, read_header, read_index
 from encoder.tensor_names import VisualNames
 
 OPEN_CLIP_POOLING = "visual.trunk.attn_pool."  # open_clip pools the tower's output with it; a VLM doesn't

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from encoder.checkpoint import CheckpointError
+from encoder.tensor_files import CheckpointError
 
 TEMPORAL_PATCH = 2  # frames in a patch of towers that see videos
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vlm.bench.captioning.caption_kills import WINDOW, LoggedEngine
 from vlm.build import build_served_pipeline
-from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_job import CaptionJob, run_job
 from vlm.caption.caption_runner import RunOptions
 from vlm.caption.presets import make_question
 from vlm.cli.errors import run

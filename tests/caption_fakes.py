@@ -15,11 +15,11 @@ from PIL import Image, ImageDraw
 
 from llm.request import Delta, Event, Failed, Finished, Request, Timings, Usage, VisualKey, WantVisual
 from preprocess.pages import PageLimits
-from vlm.caption.answers import PageAnswerer
 from vlm.caption.caption_runner import CaptionRun, RunOptions
-from vlm.caption.documents import DocumentReader
+from vlm.caption.input_documents import DocumentReader
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal
+from vlm.caption.page_answers import PageAnswerer
 from vlm.caption.presets import PageQuestion, make_question
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats

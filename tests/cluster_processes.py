@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from workers.cluster.members import Registry
 from workers.cluster.names import ENCODER, REPLICA
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import Registry
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from encoder.connector import build_connector
 from encoder.encoder_config import ConnectorConfig, EncoderConfig, TowerConfig
-from encoder.model import Encoder
+from encoder.encoder_model import Encoder
 from encoder.tower import Tower
 from preprocess.own_size import AreaResize, capped
 from preprocess.stage import PreprocessSpec, preprocess

@@ -41,14 +41,14 @@ MUTATIONS = [
     ),
     Mutation(
         "preemption ignores the batch class",
-        "llm/scheduling/admission.py",
+        "llm/scheduling/sequence_admission.py",
         'if other.priority == "batch":',
         "if True:",
         ("test_preemption.py::test_an_interactive_request_is_never_preempted_for_another",),
     ),
     Mutation(
         "batch work preempts batch work",
-        "llm/scheduling/admission.py",
+        "llm/scheduling/sequence_admission.py",
         '            if group.priority == "interactive":\n                victims',
         "            if True:\n                victims",
         ("test_preemption.py::test_batch_work_never_preempts_batch_work_to_start",),

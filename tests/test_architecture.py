@@ -143,6 +143,20 @@ def test_a_class_name_means_one_thing() -> None:
     assert not shared, f"give these names of their own: {shared}"
 
 
+EVERY_ROOMS_OWN = {"__init__", "base", "cli", "errors"}  # each room's, with the same meaning in all
+
+
+def test_a_module_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for package in MAY_IMPORT:
+        for path in sources(package):
+            home = str(path.relative_to(ROOT))
+            if path.stem not in EVERY_ROOMS_OWN and not home.startswith("vlm/train/"):
+                homes.setdefault(path.stem, []).append(home)
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert not shared, f"give these names of their own: {shared}"
+
+
 TORCH_FREE = [
     "preprocess.stage",
     "encoder.geometry",

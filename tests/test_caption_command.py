@@ -20,11 +20,11 @@ import pytest
 from caption_fakes import FakeEngine, fake_pipeline, png, rows_of
 
 from llm.request import Event, Failed, Request
-from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_job import CaptionJob, run_job
+from vlm.caption.caption_progress import duration, progress, progress_line
 from vlm.caption.caption_runner import RunOptions
 from vlm.caption.journal import Journal
 from vlm.caption.presets import make_question
-from vlm.caption.progress import duration, progress, progress_line
 from vlm.caption.stats import RunStats
 from vlm.cli.errors import CommandError
 
@@ -223,7 +223,7 @@ def test_the_second_interrupt_drops_what_is_under_way_and_keeps_the_rest(folder:
 def test_progress_is_a_plain_line_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm.caption.progress.LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("vlm.caption.caption_progress.LINE_EVERY_S", 0.01)
 
     async def run(quiet: bool) -> None:
         async with progress(RunStats(), quiet=quiet):

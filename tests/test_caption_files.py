@@ -17,8 +17,8 @@ from caption_fakes import png, rows_of, run, tiff
 
 from preprocess.limits import ImageLimits
 from preprocess.pages import PageLimits
-from vlm.caption import documents
-from vlm.caption.documents import DocumentReader
+from vlm.caption import input_documents
+from vlm.caption.input_documents import DocumentReader
 from workers.local.page_drawing import PageRenderer
 
 
@@ -44,11 +44,11 @@ def test_of_a_file_that_does_not_end_as_much_is_read_as_it_had(
     def reading(path: str) -> Iterator[Endless]:
         yield Endless(size)
 
-    monkeypatch.setattr(documents, "_reading", reading)
+    monkeypatch.setattr(input_documents, "_reading", reading)
     stopped = threading.Event()
-    assert documents._sha256("endless", size, stopped) == hashlib.sha256(bytes(size)).hexdigest()
-    with pytest.raises(documents.UnreadableFile, match="changed"):
-        documents._image("endless", "the hash of what it had", 500)
+    assert input_documents._sha256("endless", size, stopped) == hashlib.sha256(bytes(size)).hexdigest()
+    with pytest.raises(input_documents.UnreadableFile, match="changed"):
+        input_documents._image("endless", "the hash of what it had", 500)
 
 
 def test_hashing_ends_with_whoever_waited_for_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_hashing_ends_with_whoever_waited_for_it(out: Path, monkeypatch: pytest.
     path = Path("in/large.png")
     path.write_bytes(b"")
     os.truncate(path, 256 << 20)
-    monkeypatch.setattr(documents, "_CHUNK", 1)
+    monkeypatch.setattr(input_documents, "_CHUNK", 1)
     reader = DocumentReader(PageRenderer(), ImageLimits(), PageLimits())
 
     async def run_it() -> None:
@@ -79,7 +79,7 @@ def test_a_huge_file_is_refused_unread_and_looked_at_again(
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "_sha256", never)
+        patch.setattr(input_documents, "_sha256", never)
         run(out)
     (row,) = rows_of(out)
     assert row["error"]["code"] == "file_too_large" and row["page"] == 0
@@ -120,14 +120,14 @@ def test_a_file_that_shrinks_while_it_is_read_ends_no_run(
     Path("in/a.png").write_bytes(png(1))
     path = Path("in/b.tif")
     path.write_bytes(tiff([2, 3]))
-    real = getattr(documents, function)
+    real = getattr(input_documents, function)
 
     def shrinking(data: Any, *arguments: Any) -> Any:
         os.truncate(path, 8)
         return real(data, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(documents, function, shrinking)
+        patch.setattr(input_documents, function, shrinking)
         run(out)
     rows = {row["path"]: row for row in rows_of(out)}
     assert "text" in rows["in/a.png"]
@@ -150,14 +150,14 @@ def test_an_answer_is_never_told_of_other_bytes_than_it_is_of(
     """A file that is written again between its hash and its turn is done by a later run."""
     path = Path("in/a.png")
     path.write_bytes(png(1))
-    real = documents._image
+    real = input_documents._image
 
     def changing(*arguments: Any) -> Any:
         path.write_bytes(png(2))
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "_image", changing)
+        patch.setattr(input_documents, "_image", changing)
         run(out)
     (row,) = rows_of(out)
     assert row["error"]["message"] == "The file can't be read: it changed while it was read."

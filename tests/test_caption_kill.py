@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlm.bench.captioning.caption_kills import NUM_KILLS, WINDOW, survive
-from vlm.bench.harness.pages import Folder, make_folder
+from vlm.bench.harness.bench_pages import Folder, make_folder
 
 NUM_PAGES = 120
 TESTS = Path(__file__).parent

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.request import Timings, Usage
-from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_job import CaptionJob, run_job
+from vlm.caption.caption_progress import summary, summary_lines
 from vlm.caption.inputs import Skipped
 from vlm.caption.journal import Journal
 from vlm.caption.presets import make_question
-from vlm.caption.progress import summary, summary_lines
 from vlm.caption.rows import PageRef, Row, RowContext, decode, encode, error_row, page_row
 from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import write_rows, write_view
-from vlm.cli.names import as_text, one_line, percent_decoded, percent_encoded
+from vlm.cli.file_names import as_text, one_line, percent_decoded, percent_encoded
 
 CONTEXT = RowContext("q" * 32, "caption", "fake", "r" * 32)
 ODD = [

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from caption_fakes import FakeEngine, fake_pipeline, png, rows_of
 
-from vlm.caption.answers import Start
-from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_job import CaptionJob, run_job
 from vlm.caption.journal import NotAnOutput
 from vlm.caption.output import opened_output
+from vlm.caption.page_answers import Start
 from vlm.caption.presets import make_question
 from vlm.cli.errors import CommandError
 from workers.contract.engine_client import EngineUnavailable

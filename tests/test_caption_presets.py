@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vlm.bench.harness.pages import draw_page, encode
+from vlm.bench.harness.bench_pages import draw_page, encode
 from vlm.build import build_local_pipeline
-from vlm.caption.app import CaptionJob, run_job
+from vlm.caption.caption_job import CaptionJob, run_job
 from vlm.caption.presets import FIELDS_SCHEMA, PRESETS, make_question
 from vlm.config import EngineOptions
 

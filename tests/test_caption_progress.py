@@ -13,9 +13,9 @@ from caption_fakes import FakeEngine, pdf, png, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm.caption.caption_progress import pages_done, progress, progress_line
 from vlm.caption.caption_runner import CaptionRun
 from vlm.caption.inputs import find_sources
-from vlm.caption.progress import pages_done, progress, progress_line
 from vlm.caption.stats import RunStats
 
 COUNTS = st.integers(0, 9_999_999)

@@ -14,8 +14,8 @@ from caption_fakes import FakeEngine, default_spec, pdf, png, rows_of, run, tiff
 
 from llm.request import Event, Failed, Request
 from preprocess.probe import probe
-from vlm.caption.answers import EngineGone
 from vlm.caption.caption_runner import CaptionRun, RunOptions
+from vlm.caption.page_answers import EngineGone
 from vlm.caption.presets import make_question
 
 

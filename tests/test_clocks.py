@@ -27,12 +27,12 @@ from vlm.config import DEFAULT_MODEL
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
 from workers.cluster.celery_app import PREPROCESS_QUEUE, make_app, passing_queue
+from workers.cluster.members import Registry
 from workers.cluster.names import GENERATE_TASK, generate_queue
 from workers.cluster.node.preprocess_celery import CeleryPreprocess
 from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.queue_stats import QueueStats
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import Registry
 
 ROOT = Path(__file__).resolve().parent.parent
 HOURS_S = 7200.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm.cost import CostError, DecoderShape
-from llm.cost.params import FAMILIES
+from llm.cost.param_counts import FAMILIES
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

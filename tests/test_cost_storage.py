@@ -21,7 +21,7 @@ from llm.cost import (
     stored_precision,
     weights_read,
 )
-from llm.cost.storage import padded
+from llm.cost.exact_bytes import padded
 from llm.storage import KV_OPTIONS, WEIGHT_OPTIONS, KvStorage, WeightStorage, storage_of
 from vlm.checkpoint import Checkpoint
 from vlm.loading import load_backend

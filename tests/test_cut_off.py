@@ -21,7 +21,7 @@ from redis_proxy import RedisProxy, redis_proxy
 from waiting import until
 
 from llm.request import Delta, Event, Finished
-from workers.cluster import registry
+from workers.cluster import members as registry
 from workers.cluster.event_stream import stream_name
 from workers.cluster.redis_client import connect
 from workers.cluster.worker import replica as replica_module

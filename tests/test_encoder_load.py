@@ -11,9 +11,9 @@ import torch
 from fidelity import DEFAULT_MODEL, SPECS, random_checkpoint
 from safetensors.torch import load_file, save_file
 
-from encoder.checkpoint import CheckpointError, read_index
 from encoder.encoder_config import EncoderConfigError, TowerConfig
 from encoder.encoder_weights import load_open_clip
+from encoder.tensor_files import CheckpointError, read_index
 from vlm.checkpoint import Checkpoint
 from vlm.loading import load_encoder
 

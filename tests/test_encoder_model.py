@@ -11,8 +11,8 @@ from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
 from encoder.connector import build_connector
 from encoder.encoder_config import ConnectorConfig, EncoderConfig, TowerConfig
+from encoder.encoder_model import Encoder, tiles_per_forward
 from encoder.encoder_weights import load_open_clip
-from encoder.model import Encoder, tiles_per_forward
 from encoder.openclip import open_clip_tower
 from encoder.tower import Tower
 

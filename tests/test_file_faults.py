@@ -20,9 +20,9 @@ from llm.request import Event, Request, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.types import ImageError, ImageInfo
-from vlm.caption import caption_runner, documents
-from vlm.caption.answers import PageAnswerer, PageWork
-from vlm.caption.documents import DocumentReader
+from vlm.caption import caption_runner, input_documents
+from vlm.caption.input_documents import DocumentReader
+from vlm.caption.page_answers import PageAnswerer, PageWork
 from vlm.caption.rows import INTERNAL, PageRef, RowContext
 from vlm.cli import tokens
 from vlm.cli.errors import BAD_INPUT, FAILURE, PARTIAL
@@ -89,7 +89,7 @@ def in_open(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def in_loading(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    raising_in_thread(monkeypatch, documents, "_image", error)
+    raising_in_thread(monkeypatch, input_documents, "_image", error)
 
 
 def in_preparing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -148,7 +148,7 @@ def test_what_ends_the_program_is_not_taken_for_a_file_s_fault(
 
     error = type(make_error())
     with pytest.raises(error):
-        documents.outcome("a.png", fail()).send(None)
+        input_documents.outcome("a.png", fail()).send(None)
     monkeypatch.setattr(PageAnswerer, "_generate", fail)
     context = RowContext("q", "caption", "fake", "r")
     work = PageWork(PageRef("a.png", 1, 1, "f"), context, "i", [], SamplingParams())
@@ -302,6 +302,8 @@ def test_ask_names_the_image_that_raises(
         raise OverflowError("int too large")
 
     monkeypatch.setattr(Pipeline, "plan_image", plan)
+    path = tmp_path / "good.png"
+    path.write_bytes(png(1))
     code, _, errors = call(capsys, "ask", str(path), "What?")
     assert code == FAILURE and errors[-1].startswith(f"vlm: {path}: the image could not be processed")
     assert not any("too large" in line for line in errors)

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
+from encoder.encoder_model import Encoder
 from encoder.geometry import TileShape, VisionGeometry
-from encoder.model import Encoder
 from preprocess.own_size import LOW_DETAIL_PIXELS, AreaResize, EdgeResize, capped
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling, tiling_from_json

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm.request import Delta, Event, Failed, Finished, Priority, TokenLogprob, Usage
-from workers.local.pieces import PIECE_TOKENS, Pieces
+from workers.local.delta_pieces import PIECE_TOKENS, Pieces
 
 
 def deltas(name: str, choice: int, count: int) -> list[Event]:

@@ -28,10 +28,10 @@ from vlm.config import DEFAULT_MODEL
 from vlm.spec import ModelSpec
 from workers.cluster.blobs import open_store
 from workers.cluster.ledger import LEASE_S, WorkLedger
+from workers.cluster.members import BEAT_S, GRACE_S, Registry, Watch
 from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
 from workers.cluster.node.remote_engine import RemoteEngine
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import BEAT_S, GRACE_S, Registry, Watch
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import deadline_passed
 from workers.local.engine_runner import EngineRunner

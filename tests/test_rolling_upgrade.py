@@ -22,9 +22,9 @@ from waiting import until
 
 from llm.request import Delta, Event, Finished, Request
 from workers.cluster.event_stream import stream_name
+from workers.cluster.members import About
 from workers.cluster.names import GenerateJob, InboxMessage
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import About
 from workers.contract.messages import request_from_json, request_to_json
 from workers.contract.versions import FIRST_VERSION
 

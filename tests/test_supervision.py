@@ -23,9 +23,9 @@ from waiting import until, wait_for
 from llm.request import Delta, Event, Failed, Finished
 from vlm.requests.durable import DurableLog
 from workers.cluster.event_stream import stream_name
+from workers.cluster.members import HeartbeatThread, Registry
 from workers.cluster.names import REPLICA
 from workers.cluster.redis_client import connect
-from workers.cluster.registry import HeartbeatThread, Registry
 from workers.contract import loops, versions
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.loops import LoopThread, keep_going

@@ -17,12 +17,12 @@ from tool_templates import HERMES, LLAMA, MISTRAL
 from llm.constraints.grammar import Compiler
 from llm.text.chat_template import ChatTemplate
 from vlm.prompt import Message, PromptBuilder, Rendering
+from vlm.tools.call_grammar import answer_term, grammar
 from vlm.tools.calls import Call, Tool, ToolUse
 from vlm.tools.forms import HERMES as HERMES_FORM
 from vlm.tools.forms import LLAMA as LLAMA_FORM
 from vlm.tools.forms import MISTRAL as MISTRAL_FORM
 from vlm.tools.forms import SPELLED_OUT, CallForm, form_of
-from vlm.tools.grammar import answer_term, grammar
 from vlm.tools.parser import Arguments, CallBegun, CallParser, Part, Text
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}

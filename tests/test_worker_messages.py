@@ -10,7 +10,7 @@ import redis
 from celery.signals import worker_ready
 
 from workers.cluster.celery_app import make_app
-from workers.cluster.registry import HeartbeatThread, Registry
+from workers.cluster.members import HeartbeatThread, Registry
 
 
 class Consumer:
@@ -31,7 +31,7 @@ def test_messages_about_the_broker_name_no_module_and_no_password() -> None:
 def test_a_redis_that_is_away_is_told_once_and_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.cluster.registry.BEAT_S", 0.001)
+    monkeypatch.setattr("workers.cluster.members.BEAT_S", 0.001)
     registry, beats = Registry(redis.Redis(port=1, retry=None), "replica"), threading.Semaphore(0)
 
     def about() -> dict[str, str]:
@@ -39,7 +39,7 @@ def test_a_redis_that_is_away_is_told_once_and_in_one_line(
         return {}
 
     thread = HeartbeatThread(registry, "a", about)
-    with caplog.at_level(logging.WARNING, "workers.cluster.registry"):
+    with caplog.at_level(logging.WARNING, "workers.cluster.members"):
         thread.start()
         assert all(beats.acquire(timeout=10) for _ in range(4))
         thread.close()

@@ -13,7 +13,7 @@ from llm.cost import Machine, make_swap_rule, stored_precision
 from llm.engine_config import EngineConfig, SwapRule
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
-from preprocess.memory import keep_what_is_loaded
+from preprocess.process_memory import keep_what_is_loaded
 from preprocess.types import Variant
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, EngineOptions, ServeConfig, SettingsError
@@ -34,7 +34,7 @@ from workers.local.progress import Progress
 
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
-    from encoder.model import Encoder
+    from encoder.encoder_model import Encoder
 
 
 def check_device(name: str) -> None:

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from encoder.checkpoint import read_index
 from encoder.encoder_config import EncoderConfig
 from encoder.revision import encoder_revision
+from encoder.tensor_files import read_index
 from encoder.tensor_names import VisualNames, layout_of
 from llm.cost import DecoderShape
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object

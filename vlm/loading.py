@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from encoder.encoder_model import Encoder
 from encoder.encoder_weights import load_encoder as load_encoder_weights
-from encoder.model import Encoder
 from llm.backend.base import Backend
 from llm.backend.decoder import DecoderWeights
 from llm.checkpoint.decoder_weights import load_backend as load_decoder_backend

@@ -28,7 +28,7 @@ from llm.backend.native_layout import (
     lossless_storage,
 )
 from llm.backend.ragged import Limits, Ragged, flatten
-from llm.cost.storage import padded
+from llm.cost.exact_bytes import padded
 from llm.decoder_config import DecoderConfig
 from llm.storage import KvStorage, WeightOption, embedding_storage
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llm.backend.decoder import LayerWeights
 from llm.backend.quantise import quantise_int4, quantise_int8
-from llm.cost.storage import padded
+from llm.cost.exact_bytes import padded
 from llm.storage import WeightOption, WeightStorage, head_storage
 
 KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}

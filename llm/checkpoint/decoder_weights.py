@@ -20,7 +20,7 @@ from llm.backend.base import Backend
 from llm.backend.decoder import DecoderWeights, LayerWeights
 from llm.backend.torch_backend import TorchBackend
 from llm.cost import kv_block_bytes
-from llm.cost.storage import padded
+from llm.cost.exact_bytes import padded
 from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_object
 from llm.storage import storage_of
 

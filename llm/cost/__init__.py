@@ -4,6 +4,13 @@ Admission, the swap rule, the API's estimate and the planner all call these func
 bytes, times are seconds; a `DecoderShape` comes from any Hugging Face `config.json`.
 """
 
+from llm.cost.exact_bytes import (
+    WeightBytes,
+    kv_block_bytes,
+    kv_element_bytes,
+    native_weight_bytes,
+    stored_precision,
+)
 from llm.cost.machine import Machine, Precision
 from llm.cost.memory import (
     InferenceLedger,
@@ -27,7 +34,7 @@ from llm.cost.parallel import (
     max_batch,
     parallel_decode_time,
 )
-from llm.cost.params import CostError
+from llm.cost.param_counts import CostError
 from llm.cost.rules import (
     batch_at_ridge,
     expected_tokens,
@@ -37,13 +44,6 @@ from llm.cost.rules import (
     swap_seconds,
 )
 from llm.cost.shape import DecoderShape
-from llm.cost.storage import (
-    WeightBytes,
-    kv_block_bytes,
-    kv_element_bytes,
-    native_weight_bytes,
-    stored_precision,
-)
 from llm.cost.work import (
     Bound,
     Chunk,

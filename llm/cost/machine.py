@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm.cost.params import CostError
+from llm.cost.param_counts import CostError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from llm.cost.machine import Precision
-from llm.cost.params import CostError
+from llm.cost.param_counts import CostError
 from llm.cost.shape import DecoderShape
 
 STATE_BYTES = 4  # linear-attention states are kept in float32

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from llm.cost.machine import Machine, Precision
 from llm.cost.memory import held_weight_bytes, kv_bytes, kv_share
-from llm.cost.params import CostError
+from llm.cost.param_counts import CostError
 from llm.cost.shape import DecoderShape
 from llm.cost.work import StepTime, decode_work, time_work, weights_read
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llm.cost import params
-from llm.cost.params import CostError, read
+from llm.cost import param_counts
+from llm.cost.param_counts import CostError, read
 from llm.text_config import ConfigError
 
 
@@ -58,7 +58,7 @@ class DecoderShape:
         text_type: the decoder's kind where the config doesn't name it.
         Raises CostError if a size is missing or makes no sense.
         """
-        text = params.text_config(config, tied_default, text_type)
+        text = param_counts.text_config(config, tied_default, text_type)
         try:
             return cls._from_text_config(text)
         except CostError:
@@ -70,17 +70,19 @@ class DecoderShape:
 
     @classmethod
     def _from_text_config(cls, config: dict[str, Any]) -> DecoderShape:
-        counts = params.count_params(config)
-        kinds = params.layer_types(config)
+        counts = param_counts.count_params(config)
+        kinds = param_counts.layer_types(config)
         latent = int(config.get("kv_lora_rank") or 0)
         rope = int(read(config, "qk_rope_head_dim")) if latent else 0
-        head_dim = int(read(config, "qk_nope_head_dim")) + rope if latent else params.head_dim_of(config)
+        head_dim = (
+            int(read(config, "qk_nope_head_dim")) + rope if latent else param_counts.head_dim_of(config)
+        )
         num_linear = kinds.count("linear")
         return cls(
             num_layers=int(read(config, "num_hidden_layers")),
             d_model=int(read(config, "hidden_size")),
             num_heads=int(read(config, "num_attention_heads")),
-            num_kv_heads=params.num_kv_heads_of(config),
+            num_kv_heads=param_counts.num_kv_heads_of(config),
             head_dim=head_dim,
             v_head_dim=int(read(config, "v_head_dim")) if latent else head_dim,
             num_params=counts.total,
@@ -98,7 +100,7 @@ class DecoderShape:
             num_linear_layers=num_linear,
             linear_state=num_linear and _linear_state(config),
             max_positions=int(read(config, "max_position_embeddings", 0)),
-            known_family=params.family_of(config)[1],
+            known_family=param_counts.family_of(config)[1],
         )
 
     def lumped(self) -> DecoderShape:

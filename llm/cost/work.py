@@ -8,7 +8,7 @@ from typing import Literal
 
 from llm.cost.machine import Machine, Precision
 from llm.cost.memory import STATE_BYTES, kv_elements_per_layer, kv_share
-from llm.cost.params import CostError
+from llm.cost.param_counts import CostError
 from llm.cost.shape import DecoderShape
 
 DECODE_ROWS = 8  # a chunk of more new tokens is a prompt's, not a decode or a verification

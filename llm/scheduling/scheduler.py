@@ -7,7 +7,6 @@ from typing import Any
 
 from llm.engine_config import EngineConfig
 from llm.sampling.draft import NGramDraft
-from llm.scheduling.admission import SequenceAdmission
 from llm.scheduling.blocks import BlockPool
 from llm.scheduling.budget import StepBudget
 from llm.scheduling.picks import Picker, StepPicks
@@ -15,6 +14,7 @@ from llm.scheduling.preempt import Preemption
 from llm.scheduling.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.scheduling.queues import Queues, SchedulerCounters, order_of
 from llm.scheduling.sequence import Group, Sequence
+from llm.scheduling.sequence_admission import SequenceAdmission
 from llm.scheduling.speculate import Speculation
 from llm.scheduling.visual_wants import VisualWants
 

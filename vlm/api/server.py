@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from preprocess.memory import keep_what_is_loaded
+from preprocess.process_memory import keep_what_is_loaded
 from vlm.api.app import create_app
 from vlm.api.guard.auth import KeyRing, check_exposure
 from vlm.api.guard.keys import load_keys

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from llm.request import SamplingParams
-from vlm.bench.harness.pages import encode
+from vlm.bench.harness.bench_pages import encode
 from vlm.bench.harness.results import report, result, say
 from vlm.build import build_local_pipeline
 from vlm.caption.presets import make_question

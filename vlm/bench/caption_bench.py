@@ -23,10 +23,10 @@ from vlm.bench.captioning.caption_beside import beside_interactive
 from vlm.bench.captioning.caption_kills import kills
 from vlm.bench.captioning.caption_memory import memory
 from vlm.bench.captioning.caption_reading import reading
-from vlm.bench.harness.pages import draw_page, encode
+from vlm.bench.harness.bench_pages import draw_page, encode
 from vlm.bench.harness.results import report, result, say, spread, tree_cpu_seconds
 from vlm.build import build_served_pipeline
-from vlm.caption.app import engine_options, make_run
+from vlm.caption.caption_job import engine_options, make_run
 from vlm.caption.caption_runner import RunOptions
 from vlm.caption.inputs import find_sources
 from vlm.caption.journal import Journal

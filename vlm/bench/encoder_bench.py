@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from encoder.encoder_model import Encoder
 from encoder.encoder_weights import load_open_clip
-from encoder.model import Encoder
 from vlm.bench import own_size_bench
 from vlm.bench.harness.results import in_turn, report, result, spread, timed
 from vlm.config import DEFAULT_MODEL

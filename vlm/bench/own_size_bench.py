@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from encoder.encoder_model import Encoder
 from encoder.encoder_weights import load_encoder
-from encoder.model import Encoder
 from vlm.bench.harness.results import result, spread, timed
 from vlm.families.base import Family
 from vlm.families.paddleocr_vl import FAMILY as PADDLEOCR_VL

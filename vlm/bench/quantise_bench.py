@@ -25,7 +25,7 @@ from vlm.checkpoint import Checkpoint
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.loading import load_backend
 from vlm.plan.catalog import load_model
-from vlm.plan.options import stored
+from vlm.plan.plan_options import stored
 from vlm.train.evaluate import Report, evaluate, held_out_documents
 
 FIELDS = ("total", "date", "seller", "number", "price")

@@ -14,10 +14,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
 from llm.request import SamplingParams
-from vlm.caption.answers import PageAnswerer, PageWork
-from vlm.caption.documents import DocumentReader, InputDocument, Refusal, UnreadableFile, outcome, read_lines
+from vlm.caption.input_documents import (
+    DocumentReader,
+    InputDocument,
+    Refusal,
+    UnreadableFile,
+    outcome,
+    read_lines,
+)
 from vlm.caption.inputs import InputSource
 from vlm.caption.journal import Journal
+from vlm.caption.page_answers import PageAnswerer, PageWork
 from vlm.caption.presets import PageQuestion, length_prefixed_digest
 from vlm.caption.rows import PageRef, PageWarning, Row, RowContext, error_row
 from vlm.caption.stats import RunStats

@@ -68,7 +68,7 @@ def caption_command(
     Example: vlm caption scans/ "invoices/*.pdf" -o captions.jsonl --preset text
     """
     from vlm.build import build_served_pipeline
-    from vlm.caption.app import CaptionJob, engine_options, run_job
+    from vlm.caption.caption_job import CaptionJob, engine_options, run_job
     from vlm.caption.caption_runner import RunOptions
     from vlm.caption.presets import make_question, read_schema
 

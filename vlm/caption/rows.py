@@ -9,7 +9,7 @@ from typing import Any
 
 from llm.request import Timings, Usage
 from vlm.caption.presets import length_prefixed_digest
-from vlm.cli.names import as_text, percent_decoded, percent_encoded
+from vlm.cli.file_names import as_text, percent_decoded, percent_encoded
 from workers.contract.faults import OURS, TRANSIENT
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from vlm.cli.names import one_line
+from vlm.cli.file_names import one_line
 
 BAD_INPUT, FAILURE, PARTIAL, INTERRUPTED = 2, 1, 3, 130
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from preprocess.types import Detail
 from vlm.cli.errors import BAD_INPUT, PARTIAL, CommandError
+from vlm.cli.file_names import one_line
 from vlm.cli.images import check_stdin, name_of, naming, read_image
-from vlm.cli.names import one_line
 from vlm.config import EngineOptions
 from vlm.headers import read_header
 from vlm.spec import ModelSpec

@@ -14,7 +14,7 @@ from vlm.plan.cli_load import fleet, image, schedule
 from vlm.plan.labs import batch_lab as batching
 from vlm.plan.labs import kv_lab as caches
 from vlm.plan.labs import serve_lab as serving
-from vlm.plan.options import (
+from vlm.plan.plan_options import (
     Cache,
     Compute,
     Device,

@@ -19,7 +19,7 @@ from vlm.config import ACCELERATOR_PIXELS, CPU_PIXELS
 from vlm.headers import read_header
 from vlm.plan.catalog import PlannedModel, load_machine, load_model
 from vlm.plan.labs import image_lab as images
-from vlm.plan.options import (
+from vlm.plan.plan_options import (
     Cache,
     Device,
     Exact,

@@ -61,7 +61,7 @@ class JsonEnd:
 
 
 class CallParser:
-    """Reads one choice of an answer that `vlm.tools.grammar` constrains. White space that stands before a
+    """Reads one choice of an answer that `vlm.tools.call_grammar` constrains. White space before a
     call belongs to no text."""
 
     def __init__(self, use: ToolUse, form: CallForm) -> None:

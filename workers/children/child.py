@@ -1,5 +1,5 @@
 """Child processes of ours: how each is started, spoken with and ended. What the kernel grants it is in
-`workers.children.limits`, its own end of the socket in `workers.children.frames`."""
+`workers.children.process_limits`, its own end of the socket in `workers.children.frames`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import weakref
 from llm.constraints.grammar import Compiler, GrammarDeadline, GrammarError, GrammarLimits, check_text
 from workers.children.child import Child, module_command
 from workers.children.frames import FrameSocket, frames_of_parent
-from workers.children.limits import limit_memory
+from workers.children.process_limits import limit_memory
 
 _MEMORY_BYTES = 2 << 30  # of address space
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have: what fits here fits there

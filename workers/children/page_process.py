@@ -10,11 +10,11 @@ import json
 import os
 from typing import Any
 
-from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits, PdfPages
+from preprocess.process_memory import steady_memory
 from preprocess.types import ImageError
 from workers.children.frames import FrameSocket, frames_of_parent
-from workers.children.limits import forbid_writing, limit_cpu, limit_memory, unlimit_cpu
+from workers.children.process_limits import forbid_writing, limit_cpu, limit_memory, unlimit_cpu
 
 
 def serve(frames: FrameSocket, limits: PageLimits) -> None:

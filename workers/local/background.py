@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from preprocess.memory import steady_memory
+from preprocess.process_memory import steady_memory
 
 BATCH_NICENESS = 10  # above the process's own: about a tenth of the processor beside it
 

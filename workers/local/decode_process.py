@@ -19,7 +19,7 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
-from workers.children.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
+from workers.children.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.local.background import Background
 

@@ -14,7 +14,7 @@ from llm.request import Event, Failed, Finished, Priority, Request, VisualKey, W
 from llm.visuals import VisualSource
 from preprocess.wire import from_bytes
 from workers.contract.streams import is_last
-from workers.local.pieces import Pieces
+from workers.local.delta_pieces import Pieces
 
 BAD_TILES = ("image_processing_failed", "The image could not be processed.")
 

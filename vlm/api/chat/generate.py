@@ -31,8 +31,8 @@ from vlm.requests.errors import ApiError, from_code, from_exception
 from vlm.requests.params import check_model, check_supported, priority, sampling_params
 from vlm.requests.schemas import ChatRequest
 from vlm.requests.tool_params import tool_use
+from vlm.tools.call_grammar import answer_term, grammar
 from vlm.tools.calls import ToolUse
-from vlm.tools.grammar import answer_term, grammar
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vlm.bench.harness.bench_pages import draw_page, encode
 from vlm.bench.harness.load_client import LoadClient, Sample
-from vlm.bench.harness.pages import draw_page, encode
 from vlm.bench.harness.results import result, say, spread
 from vlm.bench.harness.server_process import Served, served
 from vlm.bench.serve_bench import chat_body, percentile

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from llm.request import Event, Request, VisualKey
-from vlm.bench.harness.pages import Folder, make_folder
+from vlm.bench.harness.bench_pages import Folder, make_folder
 from vlm.bench.harness.results import result, say
 
 NUM_KILLS = 3
@@ -179,7 +179,7 @@ def _figures(made: Survival, folder: Folder, seconds: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     from vlm.build import build_served_pipeline
-    from vlm.caption.app import CaptionJob, engine_options, run_job
+    from vlm.caption.caption_job import CaptionJob, engine_options, run_job
     from vlm.caption.caption_runner import RunOptions
     from vlm.caption.presets import make_question
     from vlm.config import ServeConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from vlm.bench.harness.pages import make_folder
+from vlm.bench.harness.bench_pages import make_folder
 from vlm.bench.harness.results import result, say
 
 

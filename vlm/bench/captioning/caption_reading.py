@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from vlm.bench.harness.pages import encode
+from vlm.bench.harness.bench_pages import encode
 from vlm.bench.harness.results import result, say
 from vlm.config import DEFAULT_MODEL
 from vlm.train.drawing.documents import Document

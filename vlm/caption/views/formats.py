@@ -12,7 +12,7 @@ from typing import Any, Literal, TextIO
 
 from vlm.caption.rows import Row, encode
 from vlm.caption.views.doctags import is_doctags, to_markdown
-from vlm.cli.names import as_text, one_line, percent_encoded
+from vlm.cli.file_names import as_text, one_line, percent_encoded
 from vlm.requests.durable import sync_folder
 
 Format = Literal["jsonl", "csv", "md"]

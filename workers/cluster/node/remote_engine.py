@@ -18,6 +18,7 @@ from workers.cluster.blobs import open_store
 from workers.cluster.celery_app import make_app, passing_queue
 from workers.cluster.event_stream import EventReader, Refused, event_of
 from workers.cluster.ledger import WorkLedger
+from workers.cluster.members import HeartbeatThread, Registry, Watch
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODER,
@@ -37,7 +38,6 @@ from workers.cluster.node.replica_loads import ReplicaLoads
 from workers.cluster.queue_stats import QueueStats
 from workers.cluster.redis_client import connect
 from workers.cluster.redis_clock import RedisClock
-from workers.cluster.registry import HeartbeatThread, Registry, Watch
 from workers.cluster.visual_store import open_visual_blobs
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.contract.faults import TIMED_OUT

@@ -17,6 +17,7 @@ from llm.request import VisualKey
 from workers.cluster import redis_client
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
 from workers.cluster.ledger import WorkLedger
+from workers.cluster.members import About, Watch
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODE_TASK,
@@ -28,7 +29,6 @@ from workers.cluster.names import (
     encoder_tiles_blob,
     task_headers,
 )
-from workers.cluster.registry import About, Watch
 from workers.cluster.single_flight import Judged, Waiter, Waiters
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.loops import log_failure

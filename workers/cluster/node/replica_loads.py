@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from workers.cluster.members import Watch
 from workers.cluster.node.remote_calls import RemoteCall
-from workers.cluster.registry import Watch
 
 
 class ReplicaLoads:

@@ -17,9 +17,9 @@ from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
 from workers.cluster.ledger import Outcome, WorkLedger
+from workers.cluster.members import About, HeartbeatThread, Registry
 from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, ROWS_HEADER, EncodeJob, waited_s
 from workers.cluster.redis_client import check_access, connect
-from workers.cluster.registry import About, HeartbeatThread, Registry
 from workers.cluster.single_flight import Lease
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
 from workers.contract.faults import ENCODING_FAILED

@@ -19,10 +19,10 @@ from llm.request import Event, Failed, Request, RequestError, WantVisual
 from workers.cluster.blobs import open_store
 from workers.cluster.event_stream import EventPublisher, Refused, Started, StreamEvent
 from workers.cluster.ledger import WorkLedger
+from workers.cluster.members import About, HeartbeatThread, Registry, Watch
 from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob, InboxMessage, Mailbox
 from workers.cluster.redis_client import AWAY, AWAY_PAUSE_S, connect
 from workers.cluster.redis_clock import RedisClock
-from workers.cluster.registry import About, HeartbeatThread, Registry, Watch
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
 from workers.cluster.worker.replica_visuals import ReplicaVisuals
 from workers.contract.faults import TIMED_OUT, UNREADABLE

@@ -16,7 +16,7 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.types import ImageError
 from preprocess.wire import to_bytes
-from workers.children.limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
+from workers.children.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit_memory, unlimit_cpu
 from workers.cluster.blobs import BlobStore, BlobStoreFull
 from workers.cluster.celery_app import TILES_TASK
 from workers.cluster.ledger import Outcome, WorkLedger

@@ -16,21 +16,21 @@ from typing import Any
 
 from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
-from preprocess.memory import steady_memory
 from preprocess.pages import PageLimits
-from vlm.caption.answers import EngineGone, PageAnswerer, Start
+from preprocess.process_memory import steady_memory
+from vlm.caption.caption_progress import counted, progress, summary, summary_lines
 from vlm.caption.caption_runner import CaptionRun, RunOptions
-from vlm.caption.documents import DocumentReader
+from vlm.caption.input_documents import DocumentReader
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.output import STDOUT, Output, opened_output
+from vlm.caption.page_answers import EngineGone, PageAnswerer, Start
 from vlm.caption.presets import PageQuestion
-from vlm.caption.progress import counted, progress, summary, summary_lines
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import Format
 from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
-from vlm.cli.names import as_text
+from vlm.cli.file_names import as_text
 from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlm.caption.inputs import Skipped
 from vlm.caption.stats import RunStats
-from vlm.cli.names import as_text, one_line
+from vlm.cli.file_names import as_text, one_line
 
 LINE_EVERY_S = 10.0
 _REDRAW_S = 0.25

@@ -22,7 +22,7 @@ from vlm.caption.rows import (
     page_row,
     work_of,
 )
-from vlm.cli.names import one_line
+from vlm.cli.file_names import one_line
 from vlm.pipeline import ChatMessage, Pipeline
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.streams import AnswerFailed, WholeAnswer

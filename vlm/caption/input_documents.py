@@ -22,7 +22,7 @@ from preprocess.pages import PageLimits, is_pdf
 from preprocess.probe import sniff
 from preprocess.types import ImageError
 from vlm.caption.rows import INTERNAL, PageWarning
-from vlm.cli.names import one_line
+from vlm.cli.file_names import one_line
 from vlm.requests.lines import BadLine, iterate_lines
 from workers.local.page_drawing import PageRenderer
 
