@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +231,11 @@ def test_the_planner_shrinks_by_the_cap_of_the_machine(checkpoint: Path, tmp_pat
 
     assert tokens("--machine", "l40s") == 8 * 6
     assert tokens("--machine", "l40s", "--max-pixels", "5000") == 6 * 4
+
+
+@pytest.mark.slow
+def test_a_capped_page_of_12_megapixels_takes_little_memory_beyond_the_weights() -> None:
+    child = Path(__file__).with_name("large_page_child.py")
+    done = subprocess.run([sys.executable, child], capture_output=True, text=True, check=True)
+    _, most, rows = map(int, done.stdout.split())
+    assert most < 640 and 1200 < rows <= 1280  # 447 MiB; 9 GB of scores alone without cap and fused kernel

@@ -89,3 +89,21 @@ def test_what_encode_workers_send_is_as_wide_as_what_the_decoder_takes(tmp_path:
     assert (
         width == load_encoder(directory).row_width == Checkpoint.read(directory).decoder.row_width == 3 * 64
     )
+
+
+def test_estimates_follow_the_cap_of_the_server(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "qwen2_vl")
+    directory = make_checkpoint(case, tmp_path / "qwen2_vl", seed=5)
+
+    async def tokens(max_pixels: int) -> int:
+        options = EngineOptions(model=str(directory), kv_cache_mb=16, max_pixels=max_pixels)
+        api = create_app(build_local_pipeline(options), ServeConfig())
+        transport = httpx.ASGITransport(api)
+        async with api.router.lifespan_context(api), httpx.AsyncClient(transport=transport) as http:
+            body = {"messages": [{"role": "user", "content": content([noise(400, 300, 1)], "x")}]}
+            done = await http.post("http://vlm/v1/estimate", json=body)
+            assert done.status_code == 200, done.text
+            return int(done.json()["images"][0]["image_tokens"])
+
+    assert asyncio.run(tokens(0)) == 8 * 6  # the checkpoint's own 60 cells of 14 x 14
+    assert asyncio.run(tokens(20 * 14**2)) == 5 * 3

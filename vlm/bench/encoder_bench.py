@@ -12,6 +12,7 @@ import torch
 
 from encoder.encoder_model import Encoder
 from encoder.encoder_weights import load_open_clip
+from vlm.bench import own_size_bench
 from vlm.bench.harness.results import in_turn, report, result, spread, timed
 from vlm.config import DEFAULT_MODEL
 from vlm.loading import load_encoder
@@ -39,11 +40,24 @@ def run(quick: bool = False) -> dict[str, Any]:
                 },
                 "ragged batches": lambda: ragged(small, rounds),
                 "beside transformers": lambda: {"over_transformers": over_transformers(small, rounds)},
+                **({} if quick else own_sizes(rounds)),
             },
         )
     finally:
         torch.set_num_threads(threads)
     return report("encoder", results)
+
+
+def own_sizes(rounds: int) -> dict[str, Callable[[], dict[str, dict[str, Any]]]]:
+    """Towers of images at their own size, by what they are."""
+    return {
+        "Qwen2.5-VL's tower beside transformers": lambda: {
+            "over_transformers_qwen2_5_vl": own_size_bench.qwen2_5_vl(rounds)
+        },
+        "PaddleOCR-VL's tower beside transformers": lambda: {
+            "over_transformers_paddleocr_vl": own_size_bench.paddleocr_vl(rounds)
+        },
+    }
 
 
 def gemm_fraction(encoder: Encoder, model: str, num_tiles: int, rounds: int) -> dict[str, Any]:
