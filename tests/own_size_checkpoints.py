@@ -219,9 +219,27 @@ def paddle_case(name: str, use_bias: bool) -> FamilyCase:
 # Mistral 3 and Pixtral
 
 
-def break_case(name: str, model_type: str, merge: int, **settings: Any) -> FamilyCase:
+MINISTRAL3 = {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def break_case(
+    name: str, model_type: str, merge: int, more: Mapping[str, Any] | None = None, **settings: Any
+) -> FamilyCase:
     def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
-        text = {**TEXT, "model_type": "mistral", "num_key_value_heads": 2, "head_dim": 24}
+        text = {**TEXT, "model_type": "mistral", "num_key_value_heads": 2, "head_dim": 24, **(more or {})}
         return {
             "model_type": model_type,
             "text_config": {**text, "vocab_size": vocab_size, "sliding_window": None},
@@ -256,6 +274,7 @@ def break_case(name: str, model_type: str, merge: int, **settings: Any) -> Famil
 OWN_SIZE_CASES = (
     break_case("mistral3", "mistral3", 2, tie_word_embeddings=False, spatial_merge_size=2),
     break_case("mistral3_biases", "mistral3", 2, tie_word_embeddings=True, multimodal_projector_bias=True),
+    break_case("ministral3", "mistral3", 2, MINISTRAL3, tie_word_embeddings=True),
     break_case("pixtral", "llava", 1, vision_feature_select_strategy="full"),
     paddle_case("paddleocr_vl", use_bias=False),
     paddle_case("paddleocr_vl_biases", use_bias=True),

@@ -126,7 +126,7 @@ def test_words_of_older_mistral_files_are_tekkens(version: str, tmp_path: Path) 
 
 def test_a_family_claims_only_what_its_parts_are() -> None:
     llava = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
-    ministral = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
+    ministral = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
     for config, part in (
         (llava, "vision_config of type pixtral"),
         (ministral, "text_config of type mistral"),
@@ -135,3 +135,11 @@ def test_a_family_claims_only_what_its_parts_are() -> None:
         with pytest.raises(ConfigError, match=part):
             family_of(config)
     assert find_family({"model_type": "llava", "vision_config": {"model_type": "pixtral"}}) is not None
+
+
+def test_ministral_3_goes_as_far_as_its_rope_was_trained() -> None:
+    whole = AutoConfig.for_model("mistral3", text_config={"model_type": "ministral3"}).to_dict()
+    sparse = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
+    assert read(sparse) == read(whole)
+    decoder = read(sparse)[1]
+    assert decoder.max_positions == 16384 and decoder.ropes[0].rope_type == "yarn"

@@ -42,6 +42,7 @@ FAMILIES: dict[str, WeightLayout] = {
     "llama": WeightLayout(),
     "smollm3": WeightLayout(tied=True),
     "mistral": WeightLayout(),
+    "ministral3": WeightLayout(),
     "mixtral": WeightLayout(),
     "qwen2": WeightLayout(qkv_bias=True),
     "qwen2_moe": WeightLayout(qkv_bias=True, shared_expert_gate=True),

@@ -49,13 +49,12 @@ class Family:
     markup: Markup = lambda specials: ()  # special tokens that its answers are written with
     split: Callable[[Json], str] = lambda config: ""  # pattern of words where tokenizer.json has a wrong one
     without_processor: tuple[str, ...] = ()  # model types whose config.json holds the processor's settings
-    parts: Mapping[str, str] = field(default_factory=dict)  # model types that parts of the config must have
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the model types they may have
 
     def claims(self, config: Json) -> bool:
         """Whether a config of one of its model types has the parts that this family reads."""
-        return all(
-            (config.get(part) or {}).get("model_type", kind) == kind for part, kind in self.parts.items()
-        )
+        given = {part: (config.get(part) or {}).get("model_type") for part in self.parts}
+        return all(given[part] in (None, *kinds) for part, kinds in self.parts.items())
 
 
 def image_processor(files: Mapping[str, Json | None], types: tuple[str, ...]) -> Json:

@@ -1,4 +1,4 @@
-"""Mistral 3 and Pixtral: images at their own size, a break after each row of tokens, a Mistral decoder.
+"""Mistral 3, Ministral 3 and Pixtral: images at their own size, with a break after each row of tokens.
 
 Reference: transformers' Mistral 3, LLaVA and Pixtral models and the Pixtral processor.
 """
@@ -6,7 +6,7 @@ Reference: transformers' Mistral 3, LLaVA and Pixtral models and the Pixtral pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -15,6 +15,7 @@ from encoder.encoder_config import Activation, ConnectorConfig, EncoderConfig, E
 from encoder.geometry import VisionGeometry
 from encoder.tensor_names import Source, VisualNames
 from llm.decoder_config import DecoderConfig, TextNames
+from llm.text_config import class_defaults
 from preprocess.stage import PreprocessSpec
 from preprocess.types import TileGrid, Variant
 from vlm.families.base import Family, Json, Size
@@ -46,6 +47,21 @@ _TEXT: dict[str, Any] = {
     "rope_theta": 1e9,
     "sliding_window": None,
     "vocab_size": 131072,
+}
+
+_MINISTRAL3 = class_defaults("ministral3") | {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 
 
@@ -99,10 +115,23 @@ def encoder_pixtral(config: Json, processor: Json) -> EncoderConfig:
 
 
 def decoder_mistral3(config: Json) -> DecoderConfig:
-    text = config.get("text_config") or _TEXT
-    return DecoderConfig.from_hf(
-        {"model_type": "mistral"} | text, tied=config.get("tie_word_embeddings", True)
-    )
+    text = {"model_type": "mistral", **(config.get("text_config") or _TEXT)}
+    tied = bool(config.get("tie_word_embeddings", True))
+    if text["model_type"] == "ministral3":
+        return _ministral3(text, tied)
+    return DecoderConfig.from_hf(text, tied=tied)
+
+
+def _ministral3(text: Json, tied: bool) -> DecoderConfig:
+    """A Mistral with stretched rope. Queries are scaled from the position on up to which rope was trained, so
+    that is as far as this one goes."""
+    values = {**_MINISTRAL3, **text, "model_type": "mistral"}
+    rope = dict(values["rope_parameters"])
+    for key in ("llama_4_scaling_beta", "max_position_embeddings"):
+        rope.pop(key, None)
+    plain = DecoderConfig.from_hf(values | {"rope_parameters": rope}, tied=tied)
+    trained = rope.get("original_max_position_embeddings") or plain.max_positions
+    return replace(plain, max_positions=min(plain.max_positions, int(trained)))
 
 
 def decoder_pixtral(config: Json) -> DecoderConfig:
@@ -170,12 +199,13 @@ _TEXT_NAMES = TextNames(
     others=("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector."),
 )
 MISTRAL3 = Family(
-    title="Mistral 3",
+    title="Mistral 3, Ministral 3",
     model_types=("mistral3",),
     processors=("PixtralImageProcessor",),
     sizes=(
         Size("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "24B", _LICENCE),
         Size("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "24B", _LICENCE),
+        Size("mistralai/Ministral-3-3B-Instruct-2512-BF16", "3B", _LICENCE),
     ),
     tied_default=True,
     text_type="mistral",
@@ -186,7 +216,7 @@ MISTRAL3 = Family(
     visual_names=visual_names,
     text_names=_TEXT_NAMES,
     split=split,
-    parts={"text_config": "mistral", "vision_config": "pixtral"},
+    parts={"text_config": ("mistral", "ministral3"), "vision_config": ("pixtral",)},
 )
 PIXTRAL = Family(
     title="Pixtral",
@@ -201,5 +231,5 @@ PIXTRAL = Family(
     image_format=image_format,
     visual_names=visual_names,
     text_names=_TEXT_NAMES,
-    parts={"text_config": "mistral", "vision_config": "pixtral"},
+    parts={"text_config": ("mistral",), "vision_config": ("pixtral",)},
 )

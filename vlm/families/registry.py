@@ -41,7 +41,8 @@ def unsupported(config: Json) -> str:
     """One line for a model that no family claims: its model_type, and the nearest that work."""
     name = "".join(c for c in str(config.get("model_type", "")) if c.isalnum() or c in "_-.")[:40]
     if name in BY_MODEL_TYPE:
-        parts = " and ".join(f"a {part} of type {kind}" for part, kind in BY_MODEL_TYPE[name].parts.items())
+        kinds = BY_MODEL_TYPE[name].parts.items()
+        parts = " and ".join(f"a {part} of type {' or '.join(types)}" for part, types in kinds)
         return f"model_type {name} is supported with {parts} alone"
     nearest = get_close_matches(name, BY_MODEL_TYPE, n=3, cutoff=0.5) or sorted(BY_MODEL_TYPE)
     return f"model_type {name or '(none)'} is not supported; the nearest that work: {', '.join(nearest)}"
