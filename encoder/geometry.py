@@ -158,11 +158,11 @@ class TowerShape:
 
     def _pairs(self, grid: Grid) -> int:
         """Queries times the keys that they see, over all layers and tiles."""
-        rows, cols = grid.tile_height // self.geometry.patch_size, grid.tile_width // self.geometry.patch_size
-        everything = (rows * cols + self.extra_positions) ** 2
+        high, wide = grid.tile_height // self.geometry.patch_size, grid.tile_width // self.geometry.patch_size
+        everything = (high * wide + self.extra_positions) ** 2
         if not self.window:
             return grid.num_tiles * self.num_layers * everything
-        inside = _squares(rows, self.window) * _squares(cols, self.window)
+        inside = _squares(high, self.window) * _squares(wide, self.window)
         windowed = self.num_layers - self.full_layers
         return grid.num_tiles * (self.full_layers * everything + windowed * inside)
 

@@ -14,7 +14,7 @@ KV_HEADS = {"num_kv_heads", "kv_heads", "num_key_value_heads", "n_kv"}
 HEAD_DIM = {"head_dim", "d_head"}
 BYTES_OR_LAYERS = {"num_layers", "num_hidden_layers", "element_bytes", "itemsize", "nbytes", "dtype_bytes"}
 PARAMS = {"num_params", "active_params", "shared_params", "patch_params", "expert_params"}
-PER_TILE = {"tokens_per_tile", "patches_per_tile"}
+PER_TILE = {"tokens_per_tile", "patches_per_tile", "_cells"}
 
 # (what, owner's files): nobody else may form the product.
 OWNERS = {
