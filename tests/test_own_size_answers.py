@@ -16,9 +16,11 @@ from PIL import Image
 
 from vlm.api.app import create_app
 from vlm.build import build_local_pipeline, visual_format
+from vlm.caption.presets import make_question
 from vlm.checkpoint import Checkpoint
 from vlm.config import EngineOptions, ServeConfig
 from vlm.loading import load_encoder
+from vlm.spec import ModelSpec
 
 from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
@@ -107,3 +109,13 @@ def test_estimates_follow_the_cap_of_the_server(tmp_path: Path) -> None:
 
     assert asyncio.run(tokens(0)) == 8 * 6  # the checkpoint's own 60 cells of 14 x 14
     assert asyncio.run(tokens(20 * 14**2)) == 5 * 3
+
+
+def test_presets_are_asked_in_the_words_that_a_document_model_was_taught(tmp_path: Path) -> None:
+    for name, words in (("paddleocr_vl", "OCR:"), ("lighton_ocr", ""), ("qwen2_vl", "Read the text.")):
+        case = next(case for case in CASES if case.name == name)
+        spec = ModelSpec.load(make_checkpoint(case, tmp_path / name, seed=5))
+        asked = make_question(preset="text").resolved(spec)
+        assert (asked.prompt, asked.order) == (words, "image-first")
+        assert asked.prompt_for(spec, 56).spans
+        assert make_question(prompt="What is it?").resolved(spec).prompt == "What is it?"

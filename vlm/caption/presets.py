@@ -88,15 +88,18 @@ class PageQuestion:
         return spec.prompt_builder.build([Message("user", ordered)])
 
     def resolved(self, spec: ModelSpec) -> PageQuestion:
-        """Instruction first where pages can then share its KV: it must fill a block of the prefix cache.
+        """In the family's own words for the preset, where it was taught some.
 
-        A shorter one comes behind the image, the order in which most models were taught to answer.
+        Instruction first where pages can then share its KV: it must fill a block of the prefix cache. A
+        shorter one comes behind the image, the order in which most models were taught to answer.
         """
+        words = None if spec.family is None else spec.family.prompts.get(self.preset)
+        asked = self if words is None else replace(self, prompt=words)
         if self.order != "auto":
-            return self
-        prompt = replace(self, order="instruction-first").prompt_for(spec, 64)
-        shared = prompt.spans[0].start >= BLOCK_SIZE
-        return replace(self, order="instruction-first" if shared else "image-first")
+            return asked
+        prompt = replace(asked, order="instruction-first").prompt_for(spec, 64)
+        shared = words is None and prompt.spans[0].start >= BLOCK_SIZE
+        return replace(asked, order="instruction-first" if shared else "image-first")
 
 
 def make_question(

@@ -49,6 +49,7 @@ class Family:
     markup: Markup = lambda specials: ()  # special tokens that its answers are written with
     split: Callable[[Json], str] = lambda config: ""  # pattern of words where tokenizer.json has a wrong one
     without_processor: tuple[str, ...] = ()  # model types whose config.json holds the processor's settings
+    prompts: Mapping[str, str] = field(default_factory=dict)  # of captioning's presets, as it was taught
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the model types they may have
 
     def claims(self, config: Json) -> bool:

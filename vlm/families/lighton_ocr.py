@@ -108,6 +108,7 @@ FAMILY = Family(
     preprocess=preprocess,
     image_format=image_format,
     visual_names=visual_names,
+    prompts={"text": ""},  # reads whatever it is shown
     text_names=TextNames(
         prefixes=("model.language_model.",),
         others=("model.vision_encoder.", "model.vision_projection."),

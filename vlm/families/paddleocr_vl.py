@@ -136,6 +136,7 @@ FAMILY = Family(
     preprocess=preprocess,
     image_format=image_format,
     visual_names=visual_names,
+    prompts={"text": "OCR:"},
     text_names=TextNames(
         prefixes=("model.language_model.", "model."),
         others=("visual.", "model.visual.", "mlp_AR.", "model.projector."),
