@@ -49,15 +49,16 @@ class Windows:
     groups: tuple[tuple[int, int], ...]  # (windows, patches of each)
 
 
-def windows_of(rows: int, cols: int, window: int, device: torch.device) -> Windows:
+def windows_of(height: int, width: int, window: int, device: torch.device) -> Windows:
     """Windows of `window` x `window` patches from the top left corner, smaller ones at the other edges.
+    Height and width are in patches.
 
     Reference: `get_vision_window_index` of transformers.
     """
-    patches = torch.arange(rows * cols).view(rows, cols)
-    whole_rows, whole_cols = rows - rows % window, cols - cols % window
-    bands = [(0, whole_rows, window), (whole_rows, rows, rows % window)]
-    columns = [(0, whole_cols, window), (whole_cols, cols, cols % window)]
+    patches = torch.arange(height * width).view(height, width)
+    whole_height, whole_width = height - height % window, width - width % window
+    bands = [(0, whole_height, window), (whole_height, height, height % window)]
+    columns = [(0, whole_width, window), (whole_width, width, width % window)]
     order, groups = [], []
     for top, bottom, high in bands:
         for left, right, wide in columns:

@@ -99,7 +99,7 @@ def test_geometry_config_revision_cache_and_batcher_load_no_torch() -> None:
         "geometry",
         "encoder_config",
         "tensor_names",
-        "checkpoint",
+        "tensor_files",
         "revision",
         "openclip",
         "cache",
