@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from article_formulas import decode_wall
 from figures import shows
 
 from llm.cost import (
@@ -75,9 +76,9 @@ def test_decode_attention_has_the_intensity_of_its_group() -> None:
 
 
 def test_one_user_alone() -> None:
-    assert shows(roofline.decode_wall(SEVENTY, H100, BYTE), "48")
-    assert shows(1e3 / roofline.decode_wall(SEVENTY, H100, BYTE), "21")
-    assert shows(roofline.decode_wall(SEVENTY, H100, BYTE) * 0.75, "36")  # words a second
+    assert shows(decode_wall(SEVENTY, H100, BYTE), "48")
+    assert shows(1e3 / decode_wall(SEVENTY, H100, BYTE), "21")
+    assert shows(decode_wall(SEVENTY, H100, BYTE) * 0.75, "36")  # words a second
 
 
 def test_thirty_two_users_with_short_conversations() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -18,12 +18,15 @@ from PIL import Image
 from llm.request import Timings, Usage
 from preprocess.limits import ImageLimits
 from preprocess.types import ImageError
+from vlm.api.chat import parts
 from vlm.cli.ask import Reply
 from vlm.cli.errors import run
 from vlm.cli.main import app
 from vlm.config import ServeConfig
 from vlm.pipeline import ImageInput
 from vlm.requests.documents import DocumentPages
+from vlm.requests.errors import ApiError, invalid
+from vlm.requests.media import Stored
 from vlm.requests.page_range import PageRange
 
 CHAT, ESTIMATE = "/v1/chat/completions", "/v1/estimate"
@@ -157,6 +160,26 @@ def test_uploaded_files_are_shown_by_id_unless_they_are_of_a_batch(server: LiveS
             return
         made = official.chat.completions.create(model="vlm-default", messages=asked)
         assert "4 images" in str(made.choices[0].message.content)
+
+
+def test_the_first_part_that_fails_is_named_and_the_others_are_not_loaded_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+
+    async def load(service: Any, caller: Any, ref: parts.ImageRef) -> bytes:
+        try:
+            await asyncio.sleep({"first": 0.05, "second": 0, "third": 3600}[ref.param])
+            raise invalid("invalid_value", "This part fails.", ref.param)
+        finally:
+            ended.append(ref.param)
+
+    monkeypatch.setattr(parts, "_load", load)
+    refs = [parts.ImageRef(Stored("img"), "auto", place) for place in ("first", "second", "third")]
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(parts.resolve(cast(Any, None), cast(Any, None), refs))
+    assert caught.value.param == "first"
+    assert sorted(ended) == ["first", "second", "third"]
 
 
 def test_a_documents_pages_are_drawn_once_and_the_same_however_often_they_are_asked_for() -> None:

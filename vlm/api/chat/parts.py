@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from preprocess.types import Detail, ImageError
+from vlm.api.chat.streaming import cancel_all
 from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
 from vlm.requests.errors import from_code, invalid
@@ -87,9 +88,13 @@ async def resolve(
 ) -> dict[str, list[bytes] | list[str]]:
     """By `param`: bytes of stored and fetched images, base64 of inline ones, pages of documents.
 
-    Raises ApiError.
+    Raises ApiError of the first part that fails, in the order of the request.
     """
-    payloads = await asyncio.gather(*(_load(service, caller, ref) for ref in refs))
+    loads = [asyncio.ensure_future(_load(service, caller, ref)) for ref in refs]
+    try:
+        payloads = [await load for load in loads]
+    finally:
+        await cancel_all(*loads)
     loaded: dict[str, list[bytes] | list[str]] = {}
     left = service.config.max_images_per_request - sum(ref.pages is None for ref in refs)
     for ref, payload in zip(refs, payloads, strict=True):

@@ -28,7 +28,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -44,7 +44,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return task.result()
     finally:
-        await _cancel(task, gone)
+        await cancel_all(task, gone)
 
 
 class EventStream(Response):
@@ -80,12 +80,12 @@ class EventStream(Response):
             await self._finish()
             raise
         finally:
-            await _cancel(gone)
+            await cancel_all(gone)
         return self
 
     async def _finish(self) -> None:
         if self._next is not None:
-            await _cancel(self._next)
+            await cancel_all(self._next)
         with contextlib.suppress(Exception):
             await self._chunks.aclose()
         self._close()
@@ -100,7 +100,7 @@ class EventStream(Response):
         except (ClientDisconnect, TimeoutError, OSError):
             pass  # the reader has left
         finally:
-            await _cancel(gone)
+            await cancel_all(gone)
             await self._finish()
 
     async def _pump(self, gone: asyncio.Task[None], send: Send) -> None:
