@@ -7,6 +7,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from llm.request import Delta, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
 from workers.contract.engine_client import ENGINE_DIED
@@ -114,7 +115,7 @@ class StreamTable:
                 cancel(request_id)
 
 
-async def end_tasks(*tasks: asyncio.Task[None]) -> None:
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancels until it helps: before Python 3.12 `asyncio.wait_for`, which clients use, may swallow it."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:

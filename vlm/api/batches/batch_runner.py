@@ -31,6 +31,7 @@ from vlm.api.guard.auth import Caller
 from vlm.api.storage.files import FileStore
 from vlm.requests.lines import NOT_STRICT
 from workers.contract.loops import keep_going
+from workers.contract.streams import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +85,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Stops rows under way; what is on disk stays, the rest runs after the next start."""
-        tasks = [task for task in (self._keeper, *self._tasks) if task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(task for task in (self._keeper, *self._tasks) if task))
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -202,8 +200,7 @@ class BatchRunner:
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                await end_tasks(work)
             if not work.cancelled():
                 work.result()
                 return "completed"
@@ -214,9 +211,7 @@ class BatchRunner:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            for task in (work, stop):
-                task.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
+            await end_tasks(work, stop)
             await book.flush()
             live.counted(book)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from preprocess.types import Detail, ImageError
-from vlm.api.chat.streaming import cancel_all
 from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
 from vlm.requests.errors import from_code, invalid
@@ -23,6 +22,7 @@ from vlm.requests.media import (
 )
 from vlm.requests.page_range import ALL, PageRange
 from vlm.requests.schemas import ContentPart, FileIn, ImageUrl
+from workers.contract.streams import end_tasks
 
 SUPPORTED_PARTS = "Content parts are of type text, image_url or file."
 _IMAGE_PURPOSES = ("vision", "user_data")
@@ -94,7 +94,7 @@ async def resolve(
     try:
         payloads = [await load for load in loads]
     finally:
-        await cancel_all(*loads)
+        await end_tasks(*loads)
     loaded: dict[str, list[bytes] | list[str]] = {}
     left = service.config.max_images_per_request - sum(ref.pages is None for ref in refs)
     for ref, payload in zip(refs, payloads, strict=True):

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from vlm.api.chat.completion import sse_error
 from vlm.requests.errors import INTERNAL, ApiError
+from workers.contract.streams import end_tasks
 
 T = TypeVar("T")
 
@@ -28,12 +29,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Runs `work`, and cancels it when the client is gone. Raises ClientDisconnect then."""
     task = asyncio.create_task(work)
@@ -44,7 +39,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return task.result()
     finally:
-        await cancel_all(task, gone)
+        await end_tasks(task, gone)
 
 
 class EventStream(Response):
@@ -80,12 +75,12 @@ class EventStream(Response):
             await self._finish()
             raise
         finally:
-            await cancel_all(gone)
+            await end_tasks(gone)
         return self
 
     async def _finish(self) -> None:
         if self._next is not None:
-            await cancel_all(self._next)
+            await end_tasks(self._next)
         with contextlib.suppress(Exception):
             await self._chunks.aclose()
         self._close()
@@ -100,7 +95,7 @@ class EventStream(Response):
         except (ClientDisconnect, TimeoutError, OSError):
             pass  # the reader has left
         finally:
-            await cancel_all(gone)
+            await end_tasks(gone)
             await self._finish()
 
     async def _pump(self, gone: asyncio.Task[None], send: Send) -> None:
