@@ -250,7 +250,7 @@ def test_s7_interactive_images_pass_the_batch_images_in_the_queue(redis_url: str
                     stage.tiles(data, SPEC, LIMITS, deadline_s=100, urgency=Urgency(priority))
                 )
 
-            batch = [ask(many_scan_jpeg(4096, 800 + number), "batch") for number in range(2)]
+            batch = [ask(many_scan_jpeg(4096, 8000 + number), "batch") for number in range(2)]
             await until(lambda: length() == 2)
             interactive = ask(png(), "interactive")
             await until(lambda: length() == 3)
@@ -273,7 +273,7 @@ def test_s7_a_batch_image_is_sent_among_the_interactive_once_one_joins_it_or_it_
         client = connect(redis_url)
         urgencies = [Urgency("batch") for _ in range(3)]
         async with stage_at(redis_url) as stage:
-            images = [many_scan_jpeg(4096, 800), many_scan_jpeg(4096, 801), png()]
+            images = [many_scan_jpeg(4096, 8000), many_scan_jpeg(4096, 8001), png()]
             asked = [
                 asyncio.create_task(stage.tiles(image, SPEC, LIMITS, deadline_s=100, urgency=urgency))
                 for image, urgency in zip(images, urgencies, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -211,7 +212,7 @@ def test_a_system_without_room_for_a_process_keeps_the_keeper(
 
                 full.setattr("subprocess.Popen", no_room)
                 assert engine._child is not None
-                engine._child.kill()
+                engine._child.signal(signal.SIGKILL)
                 await refused.wait()
             await until(lambda: engine.ready)
             assert tokens_of(await ask(engine, "r")) == ANSWER

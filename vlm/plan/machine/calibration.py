@@ -6,7 +6,6 @@ No model of interest is touched: predictions for one are made from these figures
 from __future__ import annotations
 
 import io
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +29,7 @@ from vlm.plan.machine.rates import cache_bytes, copy_bandwidth, gemm_rate
 from vlm.plan.machine.synthetic import write_checkpoint
 
 QUICK_ROUNDS, ROUNDS = 4, 8
+LEAST_MEASURED_S = 0.01  # some clocks of processor time stand still for milliseconds
 
 
 def measure_machine(quick: bool = True, device: str = "cpu", dtype: Dtype = "float32") -> Machine:
@@ -120,12 +120,12 @@ def preprocess_seconds(rounds: int) -> tuple[float, float]:
         pixels = np.stack([np.tile(ramp, (side, 1)), np.tile(ramp[:, None], (1, side)), flat], 2)
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
-        taken = []
-        for _ in range(rounds + 1):
-            started = time.process_time()
+        preprocess(buffer.getvalue(), spec, ImageLimits())
+        started, count = time.process_time(), 0
+        while count < rounds or time.process_time() - started < LEAST_MEASURED_S:
             preprocess(buffer.getvalue(), spec, ImageLimits())
-            taken.append(time.process_time() - started)
-        return statistics.median(taken[1:])
+            count += 1
+        return (time.process_time() - started) / count
 
     small, large = seconds(64), seconds(1024)  # of as many tiles
     return max(0.0, large - small) / (1024**2 / 1e6), small / spec.rule.grid(64, 64).num_tiles
