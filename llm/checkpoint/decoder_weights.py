@@ -25,6 +25,7 @@ from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_
 from llm.storage import storage_of
 
 BackendName = Literal["auto", "torch", "native"]
+AttentionName = Literal["auto", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
@@ -219,13 +220,15 @@ def load_backend(
     backend: BackendName = "auto",
     weights: str = "auto",
     kv: str = "auto",
+    attention: AttentionName = "auto",
 ) -> Backend:
     """The decoder of a checkpoint directory, whose family gives `config` and `names`, ready to execute plans.
 
     Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
     where it runs, else torch with one logged notice. On the native backend `weights` and
     `kv` say how these are stored (`auto`: as `dtype`, float32 weights in bfloat16 where that loses nothing);
-    arithmetic stays float32. Torch computes and stores in `dtype`; its KV may be int8 as well.
+    arithmetic stays float32. Torch computes and stores in `dtype`; its KV may be int8 as well. Its
+    `attention` is one Triton kernel over the paged pool where `auto` finds a GPU.
 
     Raises ConfigError, WeightsError, NativeUnavailable, or ValueError for bad arguments.
     """
@@ -267,9 +270,12 @@ def load_backend(
             kv_storage=stored_kv,
         )
     loaded = load_weights(directory, config, names, device=device, dtype=torch_dtype)
-    return TorchBackend(
-        config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8"
-    )
+    kind: type[TorchBackend] = TorchBackend
+    if attention == "triton" or (attention == "auto" and device.startswith("cuda")):
+        from llm.backend.cuda.paged_backend import PagedBackend
+
+        kind = PagedBackend
+    return kind(config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8")
 
 
 def _native_fits(device: str, block_size: int) -> bool:
