@@ -175,6 +175,6 @@ def test_the_pool_is_sized_by_bytes(tmp_path: Path) -> None:
     path, _ = random_decoder(tmp_path, "llama_gqa2")
     per_block = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, head_dim, positions, bytes
     for kind in BACKENDS:
-        assert load_backend(path, kv_bytes=per_block * 5 + 3, backend=kind).num_blocks == 5
+        assert load_backend(path, kv_bytes=per_block * 5 + 3, **BACKENDS[kind]).num_blocks == 5
         with pytest.raises(ValueError, match="no block"):
-            load_backend(path, kv_bytes=per_block - 1, backend=kind)
+            load_backend(path, kv_bytes=per_block - 1, **BACKENDS[kind])

@@ -20,7 +20,7 @@ from llm.backend.base import StepItem, StepPlan, greedy, largest
 from llm.backend.cuda.device_logits import NUM_TOP, DeviceLogits, Outputs
 from llm.backend.cuda.graphs import buckets_up_to
 from llm.backend.cuda.paged_backend import PagedBackend
-from llm.backend.cuda.step_batch import Sizes, Staging, fill
+from llm.backend.cuda.step_batch import Staging, StepSizes, fill
 from llm.backend.decoder import Decoder, DecoderWeights
 from llm.backend.kv_pool import KvPool
 from llm.backend.ragged import Limits, Ragged, flatten
@@ -84,7 +84,7 @@ def test_a_stale_input_of_a_captured_step_is_found(
     assert right is not None
     step = captured._forward
 
-    def stale(buffer: Tensor, sizes: Sizes) -> Outputs:
+    def stale(buffer: Tensor, sizes: StepSizes) -> Outputs:
         if fault == "number":
             return step(buffer + 0 * int(buffer[0]), sizes)
         return step(torch.from_numpy(buffer.numpy().copy()), sizes)
@@ -140,15 +140,15 @@ def test_a_buffer_that_is_written_while_it_is_copied_is_found() -> None:
 
 
 def sent(staging: Staging, copies: LateCopies, steps: list[Ragged]) -> list[list[int]]:
-    targets = [torch.zeros(Sizes.of(step).total, dtype=torch.int32) for step in steps]
+    targets = [torch.zeros(StepSizes.of(step).total, dtype=torch.int32) for step in steps]
     for step, target in zip(steps, targets, strict=True):
-        staging.send(step, Sizes.of(step), 0, target)
+        staging.send(step, StepSizes.of(step), 0, target)
     copies.arrive()
     return [target.tolist() for target in targets]
 
 
 def wanted(step: Ragged) -> list[int]:
-    sizes = Sizes.of(step)
+    sizes = StepSizes.of(step)
     buffer = np.zeros(sizes.total, np.int32)
     fill(sizes.views(buffer), step, sizes, 0)
     return [int(number) for number in buffer]
@@ -180,7 +180,7 @@ def whole_step(
         backend.config = config
         backend.decoder = Decoder(config, fake_weights(config, weights), 256)
         backend.pool = KvPool(config, NUM_BLOCKS, 16, torch.device("cuda"), torch.bfloat16)
-        sizes = Sizes.of(flatten(plan, Limits(16, NUM_BLOCKS, 160, 256, config.row_width)))
+        sizes = StepSizes.of(flatten(plan, Limits(16, NUM_BLOCKS, 160, 256, config.row_width)))
         buffer = torch.empty(sizes.total, dtype=torch.int32, device="cuda")
         rows = torch.empty(4, config.row_width, dtype=torch.bfloat16, device="cuda")
         if change is not None:

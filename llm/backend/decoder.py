@@ -49,7 +49,7 @@ class DecoderWeights:
     lm_head: Tensor  # [vocab_size, d_model]; the embedding itself when tied
 
 
-class Attention(Protocol):
+class StepAttention(Protocol):
     """Each row of a step over the keys that it sees: llm.backend.span_attention, or one kernel on a GPU."""
 
     def __call__(self, q: Tensor, kv: LayerKv, window: int) -> Tensor:
@@ -64,7 +64,7 @@ class DecoderInputs:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], where in the pool each token's KV goes
-    attention: Attention
+    attention: StepAttention
     logit_rows: Tensor  # int64 [R]
     visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, row_width])
     rope: Tensor | None = None  # int64 [3, T]; None: `positions` on every axis

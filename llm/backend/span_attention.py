@@ -95,7 +95,7 @@ class PaddedDecode:
 
 
 class SpanAttention:
-    """A step's `llm.backend.decoder.Attention`."""
+    """A step's `llm.backend.decoder.StepAttention`."""
 
     def __init__(self, ragged: Ragged, config: DecoderConfig, block_size: int, device: torch.device) -> None:
         spans = tuple(_span(ragged, i, device) for i in range(len(ragged.lengths)))
@@ -106,7 +106,7 @@ class SpanAttention:
             self._spans = tuple(span for span in spans if span.end - span.begin > 1)
 
     def __call__(self, q: Tensor, kv: LayerKv, window: int) -> Tensor:
-        """See Attention."""
+        """See StepAttention."""
         padded, spans = self._padded, self._spans
         if padded is None and len(spans) == 1:
             k, v = _keys_values(kv, spans[0])

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from llm.backend.cuda.device_logits import Outputs
-from llm.backend.cuda.step_batch import Sizes
+from llm.backend.cuda.step_batch import StepSizes
 
 SMALL_BUCKETS = (1, 2, 4, 8)
 STEP = 8  # rows between larger buckets
 
-Step = Callable[[Tensor, Sizes], Outputs]
+Step = Callable[[Tensor, StepSizes], Outputs]
 
 
 def buckets_up_to(max_rows: int) -> tuple[int, ...]:
@@ -71,19 +71,19 @@ class DecodeGraphs:
         self._device = device
         self._recorder = recorder
         self._sizes = [
-            Sizes(rows, rows, width, rows, rows, tile_rows=1, rope_axes=rope_axes)
+            StepSizes(rows, rows, width, rows, rows, tile_rows=1, rope_axes=rope_axes)
             for rows in buckets_up_to(max_rows)
         ]
         self._captured: dict[int, tuple[Tensor, Recorder, Outputs]] = {}
 
-    def sizes_for(self, wanted: Sizes) -> Sizes | None:
+    def sizes_for(self, wanted: StepSizes) -> StepSizes | None:
         """The smallest bucket that holds a step; None for one that isn't of one token a sequence, or is too
         large."""
         if wanted.tile_rows != 1 or wanted.logits != wanted.rows:
             return None
         return next((sizes for sizes in self._sizes if sizes.rows >= wanted.rows), None)
 
-    def run(self, sizes: Sizes, send: Callable[[Tensor], None]) -> Outputs:
+    def run(self, sizes: StepSizes, send: Callable[[Tensor], None]) -> Outputs:
         """`send` copies the step into the bucket's buffer. The bucket is captured when it is first used."""
         if sizes.rows not in self._captured:
             buffer = torch.zeros(sizes.total, dtype=torch.int32, device=self._device)

@@ -12,7 +12,7 @@ from llm.backend.base import Logits, StepPlan
 from llm.backend.cuda.device_logits import DeviceLogits, Outputs
 from llm.backend.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from llm.backend.cuda.paged_attention import paged_attention
-from llm.backend.cuda.step_batch import Copies, Sizes, Staging
+from llm.backend.cuda.step_batch import Copies, Staging, StepSizes
 from llm.backend.decoder import DecoderInputs, DecoderWeights
 from llm.backend.kv_pool import LayerKv
 from llm.backend.ragged import flatten
@@ -23,14 +23,14 @@ MAX_GRAPH_ROWS = 256
 
 
 class PagedAttention:
-    """A step's `llm.backend.decoder.Attention`, read from the step's buffer."""
+    """A step's `llm.backend.decoder.StepAttention`, read from the step's buffer."""
 
     def __init__(self, parts: dict[str, Tensor], tile_rows: int) -> None:
         self._parts = parts
         self._tile_rows = tile_rows
 
     def __call__(self, q: Tensor, kv: LayerKv, window: int) -> Tensor:
-        """See Attention."""
+        """See StepAttention."""
         parts, out = self._parts, torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged_attention(
             q,
@@ -86,7 +86,7 @@ class PagedBackend(TorchBackend):
             self.pool.copy_block(source, target)
         if not plan.items:
             return np.empty((0, self.vocab_size), np.float32)
-        sizes = Sizes.of(ragged)
+        sizes = StepSizes.of(ragged)
         visuals = self._visuals(plan, ragged)
         bucket = None
         if self._graphs is not None and not visuals:
@@ -102,7 +102,9 @@ class PagedBackend(TorchBackend):
             outputs = self._forward(buffer, sizes, visuals)
         return DeviceLogits(outputs, 0, sizes.logits)
 
-    def _forward(self, buffer: Tensor, sizes: Sizes, visuals: tuple[tuple[int, Tensor], ...] = ()) -> Outputs:
+    def _forward(
+        self, buffer: Tensor, sizes: StepSizes, visuals: tuple[tuple[int, Tensor], ...] = ()
+    ) -> Outputs:
         """The whole step from its buffer, without a look at any number of it."""
         parts = sizes.views(buffer)
         inputs = DecoderInputs(

@@ -21,7 +21,7 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StepSizes:
     """What a buffer has room for. A captured step has fixed ones; what a step leaves over is padding."""
 
     rows: int
@@ -33,10 +33,10 @@ class Sizes:
     rope_axes: int = 0  # 3 where rope turns on axes of its own
 
     @staticmethod
-    def of(ragged: Ragged) -> Sizes:
+    def of(ragged: Ragged) -> StepSizes:
         counts = np.diff(ragged.offsets)
         tile_rows = 1 if counts.max() == 1 else TILE_ROWS
-        return Sizes(
+        return StepSizes(
             rows=len(ragged.token_ids),
             sequences=len(counts),
             width=int(np.diff(ragged.block_start).max()),
@@ -85,7 +85,7 @@ def tiles_of(offsets: np.ndarray, tile_rows: int) -> np.ndarray:
     return np.stack([sequence, row], 1).astype(np.int32)
 
 
-def fill(parts: Mapping[str, np.ndarray], ragged: Ragged, sizes: Sizes, spare_slot: int) -> None:
+def fill(parts: Mapping[str, np.ndarray], ragged: Ragged, sizes: StepSizes, spare_slot: int) -> None:
     """Writes a step into a buffer's parts. Rows of padding write their KV to `spare_slot`, which is
     nobody's, and attend to nothing.
 
@@ -123,7 +123,7 @@ class Staging:
         self._pending: list[Pending | None] = [None] * turns
         self._turn = 0
 
-    def send(self, ragged: Ragged, sizes: Sizes, spare_slot: int, target: Tensor) -> None:
+    def send(self, ragged: Ragged, sizes: StepSizes, spare_slot: int, target: Tensor) -> None:
         """One copy of a step into `target`, int32 [sizes.total] on the device; doesn't wait for it."""
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if (pending := self._pending[turn]) is not None:
