@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -45,6 +47,20 @@ def check_device(name: str) -> None:
         torch.empty(1, device=name).cpu()
     except (RuntimeError, NotImplementedError, AssertionError):
         raise SettingsError(f"device is {name}, and torch finds no such device on this machine") from None
+
+
+@contextmanager
+def fitting(device: str) -> Iterator[None]:
+    """Raises SettingsError in one line for a model that needs more memory than the device has."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise SettingsError(
+            f"the model and its KV cache need more memory than {device} has free; dtype bfloat16 halves it, "
+            "and kv_cache_mb limits the cache"
+        ) from None
 
 
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
@@ -154,19 +170,20 @@ def build_runner(
     source = ModelSource.parse(options.model)
     progress = progress or Progress()
     progress.tick()
-    encoder = build_encoder(source, options)
-    progress.tick()
-    with naming(source.directory):
-        backend = load_backend(
-            source.directory,
-            block_size=BLOCK_SIZE,
-            kv_bytes=options.kv_cache_mb * MEBIBYTE,
-            device=options.device,
-            dtype=options.dtype,
-            backend=options.backend,
-            weights=options.weights,
-            kv=options.kv,
-        )
+    with fitting(options.device):
+        encoder = build_encoder(source, options)
+        progress.tick()
+        with naming(source.directory):
+            backend = load_backend(
+                source.directory,
+                block_size=BLOCK_SIZE,
+                kv_bytes=options.kv_bytes,
+                device=options.device,
+                dtype=options.dtype,
+                backend=options.backend,
+                weights=options.weights,
+                kv=options.kv,
+            )
     backend.count_progress(progress.ticks)
     progress.tick()
     tokenizer = Checkpoint.read(source.directory).tokenizer
