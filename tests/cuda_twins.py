@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm.backend.cuda.device_logits import Outputs
+from llm.backend.cuda.graphs import Captured
 from llm.backend.cuda.step_batch import Copies, Pending
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class CpuRecorder:
     def __init__(self) -> None:
         self._calls: list[tuple[Any, ...]] = []
 
-    def capture(self, function: Callable[[], Outputs]) -> Outputs:
+    def capture(self, function: Callable[[], Captured]) -> Captured:
         with torch.inference_mode(), _Record(self._calls):
             return function()
 

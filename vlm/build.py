@@ -37,6 +37,7 @@ from workers.local.progress import Progress
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
     from encoder.encoder_model import Encoder
+    from llm.backend.base import Backend
 
 
 def check_device(name: str) -> None:
@@ -154,6 +155,19 @@ def _scheduling(options: EngineOptions) -> EngineConfig:
     )
 
 
+def _run_beside(encoder: Encoder, backend: Backend) -> None:
+    """On a GPU: forwards are captured, and a step with visual rows waits for the encodes before it."""
+    import torch
+
+    from llm.backend.cuda.graphs import CudaRecorder
+    from llm.backend.cuda.paged_backend import PagedBackend
+
+    pool = torch.cuda.graph_pool_handle()
+    encoder.capture_forwards(lambda: CudaRecorder(pool))
+    assert isinstance(backend, PagedBackend)
+    backend.wait_for_visuals = encoder.wait
+
+
 def build_runner(
     options: EngineOptions, scheduling: EngineConfig | None = None, *, progress: Progress | None = None
 ) -> EngineRunner:
@@ -185,6 +199,8 @@ def build_runner(
                 kv=options.kv,
             )
     backend.count_progress(progress.ticks)
+    if options.device.startswith("cuda"):
+        _run_beside(encoder, backend)
     progress.tick()
     tokenizer = Checkpoint.read(source.directory).tokenizer
     batcher = _tile_batcher(encoder, options, progress)

@@ -7,7 +7,7 @@ launch. Reference: vLLM's and mini-sglang's CUDA graphs per batch size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ def buckets_up_to(max_rows: int) -> tuple[int, ...]:
     return tuple(b for b in SMALL_BUCKETS if b < max_rows + SMALL_BUCKETS[-1]) + tuple(larger)
 
 
+Captured = TypeVar("Captured", Outputs, Tensor)
+
+
 class Recorder(Protocol):
     """Captures a function's kernels, to run them again over the same memory."""
 
-    def capture(self, function: Callable[[], Outputs]) -> Outputs: ...
+    def capture(self, function: Callable[[], Captured]) -> Captured: ...
 
     def replay(self) -> None: ...
 
@@ -42,7 +45,7 @@ class CudaRecorder:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
-    def capture(self, function: Callable[[], Outputs]) -> Outputs:
+    def capture(self, function: Callable[[], Captured]) -> Captured:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -15,7 +15,7 @@ from llm.backend.cuda.paged_attention import paged_attention
 from llm.backend.cuda.step_batch import Copies, Staging, StepSizes
 from llm.backend.decoder import DecoderInputs, DecoderWeights
 from llm.backend.kv_pool import LayerKv
-from llm.backend.ragged import flatten
+from llm.backend.ragged import Ragged, flatten
 from llm.backend.torch_backend import TorchBackend
 from llm.decoder_config import DecoderConfig
 
@@ -68,6 +68,7 @@ class PagedBackend(TorchBackend):
         if self.device.type == "cuda" and recorder is None:
             pool = torch.cuda.graph_pool_handle()
             recorder = lambda: CudaRecorder(pool)  # noqa: E731
+        self.wait_for_visuals: Callable[[], None] = lambda: None
         self._spare_slot = num_blocks * block_size
         self._staging = Staging(self.device, copies)
         self._rope_axes = 3 if config.rope_axes else 0
@@ -88,6 +89,8 @@ class PagedBackend(TorchBackend):
             return np.empty((0, self.vocab_size), np.float32)
         sizes = StepSizes.of(ragged)
         visuals = self._visuals(plan, ragged)
+        if visuals:
+            self.wait_for_visuals()
         bucket = None
         if self._graphs is not None and not visuals:
             bucket = self._graphs.sizes_for(sizes)
@@ -101,6 +104,16 @@ class PagedBackend(TorchBackend):
             self._staging.send(ragged, sizes, self._spare_slot, buffer)
             outputs = self._forward(buffer, sizes, visuals)
         return DeviceLogits(outputs, 0, sizes.logits)
+
+    def _visuals(self, plan: StepPlan, ragged: Ragged) -> tuple[tuple[int, Tensor], ...]:
+        """Rows of another machine's encoder are copied without waiting."""
+        visuals = super()._visuals(plan, ragged)
+        if self.device.type == "cpu":
+            return visuals
+        return tuple(
+            (first, rows if rows.is_cuda else rows.pin_memory().to(self.device, non_blocking=True))
+            for first, rows in visuals
+        )
 
     def _forward(
         self, buffer: Tensor, sizes: StepSizes, visuals: tuple[tuple[int, Tensor], ...] = ()
