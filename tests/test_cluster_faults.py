@@ -120,7 +120,7 @@ def test_the_only_replica_killed_ends_in_a_clear_error_before_the_deadline(
             await task
             last = received[-1]
             assert isinstance(last, Failed) and last.code in ("engine_died", "request_timeout")
-            assert time.monotonic() - started < 25
+            assert time.monotonic() - started < 22  # its deadline and a margin
 
     asyncio.run(main())
 

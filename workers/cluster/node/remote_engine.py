@@ -192,7 +192,8 @@ class RemoteEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def _begin(self, call: RemoteCall, patience_s: float) -> None:
-        """Sends the next attempt. Raises EngineUnavailable once no replica or no Redis was there so long.
+        """Sends the next attempt. Raises EngineUnavailable once no replica or no Redis was there so long, or
+        the request's time is over.
 
         Without an outage it fails at once if no replica exists, unless an answer is owed already.
         """
@@ -210,7 +211,7 @@ class RemoteEngine:
                     return
             elif self._replicas.settled and call.attempt == 1:
                 raise EngineUnavailable(UNAVAILABLE)
-            if time.monotonic() - started > min(patience_s, self._deadline_s):
+            if time.monotonic() - started > patience_s or call.left_s <= 0:
                 raise EngineUnavailable(UNAVAILABLE)
             await asyncio.sleep(0.1)
 
