@@ -281,8 +281,12 @@ def load_backend(
         num_blocks = blocks_in(free_for_kv(loaded.embedding.device))
     kind: type[TorchBackend] = TorchBackend
     if attention == "triton" or (attention == "auto" and on_gpu):
-        from llm.backend.cuda.paged_backend import PagedBackend
-
+        try:
+            from llm.backend.cuda.paged_backend import PagedBackend
+        except ModuleNotFoundError as missing:
+            raise ValueError(
+                f"attention on a GPU needs {missing.name}, not installed here: pip install 'vlm-serve[cuda]'"
+            ) from None
         kind = PagedBackend
     return kind(config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8")
 
