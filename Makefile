@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Files of tests run beside each other, each in one process: `make test JOBS=1` runs them in order.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
-.PHONY: demo test test-all lint env system clean
+.PHONY: demo test test-all test-gpu lint env system clean
 
 # make demo MODEL=ORG/NAME asks a checkpoint of the hub
 demo: env
@@ -19,6 +19,11 @@ test: env lint
 
 test-all: env lint
 	$(PYTEST)
+
+# What needs a CUDA device: tests, then a table of figures.
+test-gpu: env
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/vlm bench gpu
 
 lint: env
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from encoder.encoder_config import EncoderConfig
 from encoder.geometry import TileShape
+from encoder.tile_graphs import TileGraphs, TileRecorder
 from encoder.tower import Tower
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
@@ -51,10 +52,28 @@ class Encoder:
         self.device, self.dtype = weight.device, weight.dtype
         self.tiles_per_forward = tiles_per_forward(config, self.device)
         threads = torch.get_num_threads()
+        self._ticks = np.zeros(1, np.int64)
+        self._graphs: TileGraphs | None = None
+        self._shift, self._factor = self._normalisation()
+        # On a GPU encodes run beside the decoder's steps, on a stream of their own.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(1, "encoder", torch.set_num_threads, (threads,))
+
+    def capture_forwards(self, recorder: Callable[[], TileRecorder]) -> None:
+        """From now on forwards over square tiles are captured and replayed."""
+        if self.config.geometry.image_size:
+            self._graphs = TileGraphs(self._tokens, self.device, recorder)
+
+    def wait(self) -> None:
+        """What is queued on this thread's stream from now on comes after every encode before."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
 
     def count_progress(self, ticks: np.ndarray) -> None:
         """From now on a forward adds to `ticks` (int64 [1]) with every linear, norm or other part of it."""
+
+        self._ticks = ticks
 
         def tick(*_: object) -> None:
             ticks[0] += 1
@@ -85,10 +104,22 @@ class Encoder:
             torch.empty(self.num_rows(tiles), self.row_width, dtype=self.dtype, device=self.device)
             for tiles in images
         ]
-        self._thread.submit(self._fill, results, images).result()
+        self._thread.submit(self._encode_into, results, images).result()
         return results
 
     @torch.inference_mode()
+    def _encode_into(self, results: Sequence[Tensor], images: Sequence[np.ndarray]) -> None:
+        if self._stream is None:
+            self._fill(results, images)
+            return
+        self._stream.wait_stream(
+            torch.cuda.default_stream(self.device)
+        )  # it may still read what results reuse
+        with torch.cuda.stream(self._stream):
+            self._fill(results, images)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
     def _fill(self, results: Sequence[Tensor], images: Sequence[np.ndarray]) -> None:
         """Leaves nothing behind on the thread that runs it."""
         places = [
@@ -105,15 +136,26 @@ class Encoder:
     def forward(self, tiles: np.ndarray) -> Tensor:
         """One batch of uint8 tiles [n, H, W, 3] to [n, rows of a tile, row_width]."""
         self.tiles_computed += len(tiles)
-        return self.connector(*self.tower.features(self.normalise(tiles), self.config.deepstack))
+        self._ticks[0] += 1
+        if self._graphs is not None and (tokens := self._graphs.run(tiles)) is not None:
+            return tokens
+        return self._tokens(torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device))
+
+    def _tokens(self, pixels: Tensor) -> Tensor:
+        return self.connector(*self.tower.features(self._normalised(pixels), self.config.deepstack))
 
     def normalise(self, tiles: np.ndarray) -> Tensor:
         """uint8 [n, H, W, 3] to the tower's input [n, 3, H, W], in its dtype."""
+        return self._normalised(torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device))
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        return pixels.float().mul_(self._factor).sub_(self._shift).permute(0, 3, 1, 2).to(self.dtype)
+
+    def _normalisation(self) -> tuple[Tensor, Tensor]:
+        """What a pixel's channels are lessened by after they were multiplied, and by what."""
         rule = self.config.normalisation
         std = torch.tensor(rule.std, device=self.device)
-        shift = torch.tensor(rule.mean, device=self.device) / std
-        pixels = torch.from_numpy(np.ascontiguousarray(tiles)).to(self.device).float()
-        return pixels.mul_(rule.scale / std).sub_(shift).permute(0, 3, 1, 2).to(self.dtype)
+        return torch.tensor(rule.mean, device=self.device) / std, rule.scale / std
 
     def _check(self, tiles: np.ndarray) -> None:
         side, cell = self.config.geometry.image_size, self.config.geometry.cell_size

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llm.backend.base import Logits, greedy, largest
 from llm.beam_rounds import BeamRounds, beam_text
 from llm.engine_stats import EngineCounters, timings_of, usage_of
 from llm.request import (
@@ -55,11 +56,10 @@ class Committer:
         self._groups = groups
         self._beams = BeamRounds(pool)
 
-    def commit(self, batch: StepPicks, logits: np.ndarray, now: float, events: list[Event]) -> None:
-        """`logits`: float32 [sum of num_logits, vocab], in pick order. What a request's own settings raise
+    def commit(self, batch: StepPicks, logits: Logits, now: float, events: list[Event]) -> None:
+        """`logits`: [sum of num_logits, vocab], in pick order. What a request's own settings raise
         ends that request."""
-        best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
-        usable = np.isfinite(logits[np.arange(len(best)), best])  # argmax finds a nan
+        best, usable = greedy(logits)
         beams: dict[int, tuple[Group, list[np.ndarray]]] = {}
         row = 0
         for pick in batch.picks:
@@ -91,7 +91,7 @@ class Committer:
     def _take(
         self,
         pick: Pick,
-        rows: np.ndarray,
+        rows: Logits,
         best: list[int],
         beams: dict[int, tuple[Group, list[np.ndarray]]],
         now: float,
@@ -108,9 +108,9 @@ class Committer:
         if group.beam is not None:
             beams.setdefault(id(group), (group, []))[1].append(rows[-1])
         elif seq.sampler.is_plain_greedy and group.width == 1 and seq.matcher is None:
-            self._accept(group, seq, best[-1], rows[-1], now, events)
+            self._accept(group, seq, best[-1], rows[len(rows) - 1 :], now, events)
         else:
-            self._draw(group, seq, rows[-1], now, events)
+            self._draw(group, seq, rows[len(rows) - 1 :], now, events)
 
     def _advance_beams(self, group: Group, rows: list[np.ndarray], now: float, events: list[Event]) -> None:
         group.first_token_s = now if group.first_token_s is None else group.first_token_s
@@ -118,14 +118,15 @@ class Committer:
         if self._beams.advance(group, rows):
             self._finish_beams(group, now, events)
 
-    def _verify(self, pick: Pick, rows: np.ndarray, best: list[int], now: float, events: list[Event]) -> None:
+    def _verify(self, pick: Pick, rows: Logits, best: list[int], now: float, events: list[Event]) -> None:
         """Draws at each position as if there were no draft, for as long as the draw agrees with it. KV that
         was written for wrong guesses lies beyond `num_computed` and is written again."""
         group, seq, speculation = pick.group, pick.seq, self._scheduler.speculation
         draft, seq.draft = (*seq.draft, None), ()
         is_plain = seq.sampler.is_plain_greedy and seq.matcher is None
         num_accepted = 0
-        for guess, row, likeliest in zip(draft, rows, best, strict=True):
+        for index, (guess, likeliest) in enumerate(zip(draft, best, strict=True)):
+            row = rows[index : index + 1]
             seq.num_computed += 1
             self._scheduler.prefixes.publish(group, seq)
             token_id = likeliest if is_plain else self._sample(group, seq, row)
@@ -135,7 +136,7 @@ class Committer:
         if speculation is not None:
             speculation.observe(seq, len(draft) - 1, num_accepted)
 
-    def _advance(self, pick: Pick, rows: np.ndarray, now: float, events: list[Event]) -> None:
+    def _advance(self, pick: Pick, rows: Logits, now: float, events: list[Event]) -> None:
         """The pick's KV is written: publish full blocks, let go of images that were read."""
         group, seq = pick.group, pick.seq
         start = seq.num_computed
@@ -150,7 +151,7 @@ class Committer:
             self._score_prompt(group, seq, start, rows, num_top, events)
 
     def _score_prompt(
-        self, group: Group, seq: Sequence, start: int, rows: np.ndarray, num_top: int, events: list[Event]
+        self, group: Group, seq: Sequence, start: int, rows: Logits, num_top: int, events: list[Event]
     ) -> None:
         """Row i, of position start + i, scores the token after it; positions reported before are skipped."""
         scores = []
@@ -161,7 +162,7 @@ class Committer:
         if scores:
             events.append(PromptLogprobs(group.id, tuple(scores)))
 
-    def _draw(self, group: Group, seq: Sequence, row: np.ndarray, now: float, events: list[Event]) -> None:
+    def _draw(self, group: Group, seq: Sequence, row: Logits, now: float, events: list[Event]) -> None:
         if group.width > 1 and group.fork_at is None:
             self._fork_choices(group, seq)
             for member in list(group.members):
@@ -169,11 +170,14 @@ class Committer:
             return
         self._accept(group, seq, self._sample(group, seq, row), row, now, events)
 
-    def _sample(self, group: Group, seq: Sequence, row: np.ndarray) -> int:
+    def _sample(self, group: Group, seq: Sequence, row: Logits) -> int:
+        """`row`: the logits of one row."""
         mask = None
         if seq.matcher is not None:
             mask = seq.matcher.mask(ignore_eos=group.request.params.ignore_eos)
-        return seq.sampler.sample(row, seq.num_generated, mask)
+        elif seq.sampler.num_candidates and (top := largest(row, 0, seq.sampler.num_candidates)):
+            return seq.sampler.sample_among(*top, seq.num_generated)
+        return seq.sampler.sample(row[0], seq.num_generated, mask)
 
     def _fork_choices(self, group: Group, seq: Sequence) -> None:
         """The prompt is computed once; every choice goes on from its blocks."""
@@ -186,7 +190,7 @@ class Committer:
             member.shares_tail = seq.num_computed % self._pool.block_size != 0
 
     def _accept(
-        self, group: Group, seq: Sequence, token_id: int, row: np.ndarray, now: float, events: list[Event]
+        self, group: Group, seq: Sequence, token_id: int, row: Logits, now: float, events: list[Event]
     ) -> bool:
         """One token joins a sequence; ends it at an end token, a stop string, its grammar's end or its last
         token. Returns whether it ended."""
@@ -215,7 +219,7 @@ class Committer:
             text += rest
             if stopped:
                 reason = "stop"
-        logprobs = () if params.logprobs is None else (token_logprob(row, token_id, params.logprobs),)
+        logprobs = () if params.logprobs is None else (token_logprob(row[0], token_id, params.logprobs),)
         events.append(Delta(group.id, seq.choice, (token_id,), text, logprobs))
         if reason is not None:
             self._finish(group, seq, reason, now, events)

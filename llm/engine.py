@@ -11,9 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from llm.backend.base import Backend
+from llm.backend.base import Backend, Logits
 from llm.commit import ENGINE_FAULT, Committer
 from llm.engine_config import EngineConfig
 from llm.engine_stats import EngineCounters, EngineStats
@@ -220,7 +218,7 @@ class Engine:
             except RequestError as error:
                 self._fail(group, error.code, error.message, events, error.param)
 
-    def _execute(self, batch: StepPicks, events: list[Event]) -> np.ndarray | None:
+    def _execute(self, batch: StepPicks, events: list[Event]) -> Logits | None:
         try:
             return self._backend.execute(batch.plan())
         except Exception:

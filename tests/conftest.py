@@ -16,6 +16,8 @@ import pytest
 # Before torch loads libgomp, for this process and its children: spinning threads slow each other tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not Path("/dev/nvidia0").exists():  # before triton is imported: it interprets its kernels on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 DURABLE_REDIS = ("redis-server", "--save", "", "--appendonly", "yes", "--appendfsync", "always")

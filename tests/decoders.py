@@ -137,6 +137,13 @@ def ids_of(seed: int, count: int) -> list[int]:
     return torch.randint(0, SMALL["vocab_size"], (count,), generator=torch.manual_seed(seed)).tolist()
 
 
+def execute(backend: Backend, plan: StepPlan) -> np.ndarray:
+    """Logits of a step, read whole: float32 [sum of num_logits, vocab]."""
+    logits = backend.execute(plan)
+    rows = [logits[i] for i in range(len(logits))]
+    return np.stack(rows) if rows else np.empty((0, backend.vocab_size), np.float32)
+
+
 def run_chunks(
     backend: Backend, token_ids: Sequence[int], table: tuple[int, ...], chunks: Sequence[int]
 ) -> np.ndarray:
@@ -144,7 +151,7 @@ def run_chunks(
     rows, start = [], 0
     for size in chunks:
         ids = tuple(token_ids[start : start + size])
-        rows.append(backend.execute(StepPlan((StepItem(ids, start, table, size),))))
+        rows.append(execute(backend, StepPlan((StepItem(ids, start, table, size),))))
         start += size
     assert start == len(token_ids)
     return np.concatenate(rows)

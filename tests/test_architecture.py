@@ -61,7 +61,8 @@ ROOMS = {
     "llm.sampling": {"llm"},
     "llm.constraints": {"llm"},
     "llm.backend": {"llm", "llm.cost"},
-    "llm.checkpoint": {"llm", "llm.cost", "llm.backend"},
+    "llm.backend.cuda": {"llm", "llm.backend"},
+    "llm.checkpoint": {"llm", "llm.cost", "llm.backend", "llm.backend.cuda"},
     "llm.scheduling": {"llm", "llm.backend", "llm.constraints", "llm.sampling", "llm.text"},
     "the engine": {"llm", "llm.backend", "llm.constraints", "llm.sampling", "llm.scheduling", "llm.text"},
 }

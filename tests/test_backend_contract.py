@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoders import random_decoder, relative_error, run_chunks
+from decoders import execute, random_decoder, relative_error, run_chunks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llm.backend.base import Backend, StepItem, StepPlan, VisualSlice
 from llm.backend.ragged import PlanError
-from llm.checkpoint.decoder_weights import BackendName
 from vlm.loading import load_backend
 
-BACKENDS: tuple[BackendName, ...] = ("torch", "native")
+BACKENDS: dict[str, dict[str, Any]] = {
+    "torch": {"backend": "torch"},
+    "native": {"backend": "native"},
+    "triton": {"backend": "torch", "attention": "triton"},
+}
 SHAPES = ("llama_group3_llama3_rope", "llama_yarn_odd_sizes", "qwen3_attention_bias", "mistral_sliding")
+INTERPRETED = ("mistral_sliding",)  # the others' ropes and norms are not the kernel's
 NUM_BLOCKS = 24
 VOCAB = 160
 BOUND = 1e-5  # max |difference| / max |reference| between two ways to compute the same logits
@@ -26,11 +31,15 @@ SETTINGS = settings(
 )
 
 
-@pytest.fixture(scope="module", params=[(b, s) for b in BACKENDS for s in SHAPES], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(b, s) for b in BACKENDS for s in (INTERPRETED if b == "triton" else SHAPES)],
+    ids="-".join,
+)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backend:
     kind, shape = request.param
     path, _ = random_decoder(tmp_path_factory.mktemp("decoder"), shape)
-    return load_backend(path, num_blocks=NUM_BLOCKS, block_size=16, backend=kind)
+    return load_backend(path, num_blocks=NUM_BLOCKS, block_size=16, **BACKENDS[kind])
 
 
 def ids_of(seed: int, count: int) -> list[int]:
@@ -78,7 +87,7 @@ def test_any_batching_and_chunking_gives_the_logits_of_each_sequence_alone(
                 done[i] += size
                 expected.append(want[i][done[i] - logits : done[i]])
         if items:
-            got = backend.execute(StepPlan(tuple(items)))
+            got = execute(backend, StepPlan(tuple(items)))
             assert got.dtype == np.float32
             assert got.shape == (sum(item.num_logits for item in items), backend.vocab_size)
             if len(got):
@@ -92,7 +101,7 @@ def test_visual_rows_take_their_tokens_place(backend: Backend) -> None:
     rows = embedding[torch.tensor(replaced[10:18])]
     want = run_chunks(backend, replaced, (0, 1, 2), [40])
     visuals = (VisualSlice(10, rows[:3]), VisualSlice(13, rows[3:]))
-    got = backend.execute(StepPlan((StepItem(tuple(ids), 0, (5, 3, 4), 40, visuals),)))
+    got = execute(backend, StepPlan((StepItem(tuple(ids), 0, (5, 3, 4), 40, visuals),)))
     assert_same(backend, got, want)
 
 
@@ -105,7 +114,7 @@ def test_a_copied_block_continues_like_the_original(backend: Backend) -> None:
     ids = ids_of(1, 50)
     want = run_chunks(backend, ids, (0, 1, 2, 3), [40, 10])
     tail = StepItem(tuple(ids[40:]), 40, (0, 7, 8, 9), 10)
-    got = backend.execute(StepPlan((tail,), copies=((1, 7), (2, 8))))
+    got = execute(backend, StepPlan((tail,), copies=((1, 7), (2, 8))))
     assert_same(backend, got, want[40:])
 
 
@@ -115,17 +124,17 @@ def test_swapped_out_blocks_come_back_elsewhere(backend: Backend) -> None:
     handle = backend.swap_out((0, 1, 2))
     run_chunks(backend, ids_of(3, 60), (2, 1, 0, 3), [60])  # others write where it was
     backend.swap_in(handle, (9, 4, 20))
-    got = backend.execute(StepPlan((StepItem(tuple(ids[40:]), 40, (9, 4, 20, 5), 10),)))
+    got = execute(backend, StepPlan((StepItem(tuple(ids[40:]), 40, (9, 4, 20, 5), 10),)))
     assert_same(backend, got, want[40:])
     with pytest.raises(ValueError, match="as many blocks"):
         backend.swap_in(handle, (1, 2))
 
 
 def test_a_plan_without_items_or_logits_returns_no_rows(backend: Backend) -> None:
-    assert backend.execute(StepPlan(())).shape == (0, backend.vocab_size)
-    assert backend.execute(StepPlan((), copies=((0, 1),))).shape == (0, backend.vocab_size)
+    assert execute(backend, StepPlan(())).shape == (0, backend.vocab_size)
+    assert execute(backend, StepPlan((), copies=((0, 1),))).shape == (0, backend.vocab_size)
     item = StepItem((1, 2, 3), 0, (0,), 0)
-    assert backend.execute(StepPlan((item,))).shape == (0, backend.vocab_size)
+    assert execute(backend, StepPlan((item,))).shape == (0, backend.vocab_size)
 
 
 BAD_ITEMS = {
@@ -152,7 +161,7 @@ def test_a_plan_out_of_bounds_is_refused_and_changes_nothing(backend: Backend, n
         backend.execute(StepPlan((good, BAD_ITEMS[name])))
     with pytest.raises(PlanError):
         backend.execute(StepPlan((good,), copies=((0, NUM_BLOCKS),)))
-    got = backend.execute(StepPlan((StepItem(tuple(ids[16:]), 16, (0, 1), 4),)))
+    got = execute(backend, StepPlan((StepItem(tuple(ids[16:]), 16, (0, 1), 4),)))
     assert_same(backend, got, want[16:])
 
 
@@ -166,6 +175,6 @@ def test_the_pool_is_sized_by_bytes(tmp_path: Path) -> None:
     path, _ = random_decoder(tmp_path, "llama_gqa2")
     per_block = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, head_dim, positions, bytes
     for kind in BACKENDS:
-        assert load_backend(path, kv_bytes=per_block * 5 + 3, backend=kind).num_blocks == 5
+        assert load_backend(path, kv_bytes=per_block * 5 + 3, **BACKENDS[kind]).num_blocks == 5
         with pytest.raises(ValueError, match="no block"):
-            load_backend(path, kv_bytes=per_block - 1, backend=kind)
+            load_backend(path, kv_bytes=per_block - 1, **BACKENDS[kind])

@@ -30,6 +30,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 # Where an extra's packages may be imported.
 EXTRA_ROOMS = {
     "bench": "vlm/bench/",
+    "cuda": "llm/backend/cuda/",
     "docling": "vlm/caption/views/doctags.py",
     "plot": "vlm/plan/plots.py",
     "trace": "vlm/api/observe/tracing.py",

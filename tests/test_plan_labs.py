@@ -205,7 +205,7 @@ def test_presets_hold_the_published_parameter_counts() -> None:
 
 
 def test_every_preset_plans_on_every_accelerator() -> None:
-    for machine in machine_names()[:-1]:  # the last is this machine, which would be measured
+    for machine in machine_names()[:-2]:  # the last two would be measured
         for model in model_names():
             shape = load_model(model).decoder
             assert plan_kv(shape, load_machine(machine), 4096).kv_per_token_bytes > 0
@@ -215,7 +215,7 @@ def test_every_preset_plans_on_every_accelerator() -> None:
 
 def test_every_preset_names_its_source() -> None:
     assert all(load_model(name).source for name in model_names())
-    assert all(load_machine(name).source for name in machine_names()[:-1])
+    assert all(load_machine(name).source for name in machine_names()[:-2])
 
 
 def test_unknown_names_list_the_known_ones(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -170,7 +170,7 @@ def test_without_a_file_the_defaults_hold(monkeypatch: pytest.MonkeyPatch) -> No
         ("serve", "--threads", "0"),
         ("serve", "--root-path", "v1"),
         ("worker", "preprocess", "--concurrency", "0"),
-        ("worker", "generate", "--kv-cache-mb", "0"),
+        ("worker", "generate", "--kv-cache-mb", "-1"),
         ("worker", "encode", "--device", "no such"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_redis_that_is_away_is_waited_for(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_kv_cache_that_holds_nothing_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm.build.MEBIBYTE", 64)
+    monkeypatch.setattr("vlm.config.MEBIBYTE", 64)
     with pytest.raises(ValueError, match="a KV cache of 64 bytes holds no block: 16 tokens take"):
         build_runner(EngineOptions(kv_cache_mb=1))
 

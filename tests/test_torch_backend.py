@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decoders import ids_of, random_decoder, relative_error, run_chunks
 
-from llm.backend import decoder
+from llm.backend import span_attention
 from llm.backend.base import StepItem, StepPlan
 from vlm.loading import load_backend
 
@@ -32,7 +32,7 @@ def test_padded_and_looped_decode_attention_agree(
     # A prefill between them takes its own way in both.
     plan = StepPlan((*items[:2], StepItem(tuple(ids_of(9, 5)), 0, (0,), 2), *items[2:]))
     padded = backend.execute(plan)
-    monkeypatch.setattr(decoder, "PADDED_ELEMENTS", 0)
+    monkeypatch.setattr(span_attention, "PADDED_ELEMENTS", 0)
     assert relative_error(backend.execute(plan), padded) <= 2e-6
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ from workers.local.progress import Progress
 if TYPE_CHECKING:
     from encoder.batcher import TileBatcher
     from encoder.encoder_model import Encoder
+    from llm.backend.base import Backend
 
 
 def check_device(name: str) -> None:
@@ -45,6 +48,20 @@ def check_device(name: str) -> None:
         torch.empty(1, device=name).cpu()
     except (RuntimeError, NotImplementedError, AssertionError):
         raise SettingsError(f"device is {name}, and torch finds no such device on this machine") from None
+
+
+@contextmanager
+def fitting(device: str) -> Iterator[None]:
+    """Raises SettingsError in one line for a model that needs more memory than the device has."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise SettingsError(
+            f"the model and its KV cache need more memory than {device} has free; dtype bfloat16 halves it, "
+            "and kv_cache_mb limits the cache"
+        ) from None
 
 
 def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
@@ -138,6 +155,19 @@ def _scheduling(options: EngineOptions) -> EngineConfig:
     )
 
 
+def _run_beside(encoder: Encoder, backend: Backend) -> None:
+    """On a GPU: forwards are captured, and a step with visual rows waits for the encodes before it."""
+    import torch
+
+    from llm.backend.cuda.graphs import CudaRecorder
+    from llm.backend.cuda.paged_backend import PagedBackend
+
+    pool = torch.cuda.graph_pool_handle()
+    encoder.capture_forwards(lambda: CudaRecorder(pool))
+    assert isinstance(backend, PagedBackend)
+    backend.wait_for_visuals = encoder.wait
+
+
 def build_runner(
     options: EngineOptions, scheduling: EngineConfig | None = None, *, progress: Progress | None = None
 ) -> EngineRunner:
@@ -154,20 +184,23 @@ def build_runner(
     source = ModelSource.parse(options.model)
     progress = progress or Progress()
     progress.tick()
-    encoder = build_encoder(source, options)
-    progress.tick()
-    with naming(source.directory):
-        backend = load_backend(
-            source.directory,
-            block_size=BLOCK_SIZE,
-            kv_bytes=options.kv_cache_mb * MEBIBYTE,
-            device=options.device,
-            dtype=options.dtype,
-            backend=options.backend,
-            weights=options.weights,
-            kv=options.kv,
-        )
+    with fitting(options.device):
+        encoder = build_encoder(source, options)
+        progress.tick()
+        with naming(source.directory):
+            backend = load_backend(
+                source.directory,
+                block_size=BLOCK_SIZE,
+                kv_bytes=options.kv_bytes,
+                device=options.device,
+                dtype=options.dtype,
+                backend=options.backend,
+                weights=options.weights,
+                kv=options.kv,
+            )
     backend.count_progress(progress.ticks)
+    if options.device.startswith("cuda"):
+        _run_beside(encoder, backend)
     progress.tick()
     tokenizer = Checkpoint.read(source.directory).tokenizer
     batcher = _tile_batcher(encoder, options, progress)

@@ -21,6 +21,7 @@ DEFAULT_MODEL = str(Path(__file__).parent / "model")
 Count = Annotated[int, Between(1, 1 << 20)]
 FewCount = Annotated[int, Between(1, 1024)]  # of processes and threads
 Mebibytes = Annotated[int, Between(1, 1 << 24)]
+KV_CACHE_MB = 512
 Seconds = Annotated[float, Between(0.001, 7 * 86_400)]
 Rate = Annotated[int, Between(0, 1_000_000)]
 RedisUrl = Annotated[
@@ -52,7 +53,7 @@ class EngineOptions(Checked):
     weights: WeightOption = "auto"  # stored as; auto: dtype, or bfloat16 where that loses nothing
     kv: KvOption = "auto"  # the KV cache stored as; auto: dtype
     threads: FewCount = 1  # of the engine
-    kv_cache_mb: Mebibytes = 512  # memory for KV blocks
+    kv_cache_mb: Annotated[int, Between(0, 1 << 24)] = 0  # for KV blocks; 0: 512, on a GPU what is free
     visual_cache_mb: Mebibytes = 256  # memory for visual tokens of images seen before
     max_running: Count = 16  # sequences decoded together
     max_tiles_per_step: Count = 8  # tiles encoded between two decode steps, at most
@@ -67,6 +68,13 @@ class EngineOptions(Checked):
     def pixel_cap(self) -> int:
         """Of an image that a tower takes whole."""
         return self.max_pixels or (CPU_PIXELS if self.device == "cpu" else ACCELERATOR_PIXELS)
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """None: what a GPU has left beside the weights."""
+        if not self.kv_cache_mb and self.device.startswith("cuda"):
+            return None
+        return (self.kv_cache_mb or KV_CACHE_MB) * MEBIBYTE
 
     @property
     def kv_storage(self) -> KvStorage:

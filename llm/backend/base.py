@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -41,6 +41,45 @@ class StepPlan:
         return sum(len(item.token_ids) for item in self.items)
 
 
+class Logits(Protocol):
+    """float32 logits [R, vocab_size] of a step: an array, or rows that stay on a device until they are read.
+    Valid until the next step."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """A row as float32 [vocab_size] for a number, `Logits` of some for a slice."""
+        ...
+
+
+class RemoteLogits(Logits, Protocol):
+    """Logits that are costly to read whole."""
+
+    def greedy(self) -> tuple[np.ndarray, np.ndarray]:
+        """As `greedy` below."""
+        ...
+
+    def top(self, index: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(int64 ids, float32 logits) of a row's `count` largest and of what is as large as the last of
+        them, by ascending id; None where the row must be read."""
+        ...
+
+
+def greedy(logits: Logits) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [R], the likeliest token of each row; bool [R], whether its logit is a number)."""
+    if not isinstance(logits, np.ndarray):
+        return cast(RemoteLogits, logits).greedy()
+    if not len(logits):
+        return np.empty(0, np.int64), np.empty(0, bool)
+    best = logits.argmax(axis=1)
+    return best, np.isfinite(logits[np.arange(len(best)), best])  # argmax finds a nan
+
+
+def largest(logits: Logits, index: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """See `RemoteLogits.top`."""
+    return None if isinstance(logits, np.ndarray) else cast(RemoteLogits, logits).top(index, count)
+
+
 class Backend(Protocol):
     """Owns the weights and the KV pool of `num_blocks` blocks of `block_size` positions.
 
@@ -57,8 +96,8 @@ class Backend(Protocol):
         """From now on `execute` adds to `ticks` (int64 [1]) from inside, at least once a layer."""
         ...
 
-    def execute(self, plan: StepPlan) -> np.ndarray:
-        """Writes the KV of every item and returns float32 logits [sum of num_logits, vocab_size],
+    def execute(self, plan: StepPlan) -> Logits:
+        """Writes the KV of every item and returns logits [sum of num_logits, vocab_size],
         rows in item order, then position order."""
         ...
 

@@ -1,4 +1,4 @@
-"""The decoder, in reading order: weights, rope, attention, layer, forward. Its KV pool: llm.backend.kv_pool.
+"""The decoder, in reading order: weights, rope, layer, forward. Its KV pool: llm.backend.kv_pool.
 
 One ragged batch of tokens [T, d_model] runs through every linear, whatever sequences they belong to;
 only attention looks at sequences. Reference: transformers' modeling_llama, modeling_qwen2, modeling_qwen3,
@@ -10,6 +10,7 @@ Letters in shapes: T tokens, H query heads, K KV heads, G = H / K, D head_dim, L
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,10 +19,6 @@ from torch import Tensor
 
 from llm.backend.kv_pool import KvPool, LayerKv
 from llm.decoder_config import DecoderConfig, Rope
-
-PADDED_ELEMENTS = 1 << 16
-"""Decode attention of a whole batch is one padded call up to this many gathered KV elements, and one
-call per sequence above: beneath it the calls' overhead outweighs the padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +49,12 @@ class DecoderWeights:
     lm_head: Tensor  # [vocab_size, d_model]; the embedding itself when tied
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSpan:
-    """Rows [begin, end) of the batch are one sequence's positions [length - (end - begin), length)."""
+class StepAttention(Protocol):
+    """Each row of a step over the keys that it sees: llm.backend.span_attention, or one kernel on a GPU."""
 
-    begin: int
-    end: int
-    length: int
-    blocks: Tensor  # int64 [ceil(length / block_size)]
-    first_block: int | None  # the first block when all are consecutive: its KV is a slice, not a gather
-    visible: Tensor | None = (
-        None  # int64 [end - begin]: keys that each row sees, where they are more than causal
-    )
+    def __call__(self, q: Tensor, kv: LayerKv, window: int) -> Tensor:
+        """q [T, H, D] over one layer's kv, of the last `window` keys where it is not 0; returns [T, H D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class DecoderInputs:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], where in the pool each token's KV goes
-    spans: tuple[SequenceSpan, ...]
+    attention: StepAttention
     logit_rows: Tensor  # int64 [R]
     visuals: tuple[tuple[int, Tensor], ...]  # (first row, [length, row_width])
     rope: Tensor | None = None  # int64 [3, T]; None: `positions` on every axis
@@ -87,65 +78,6 @@ def rope_table(
     cos, sin = angles.cos() * rope.scaling, angles.sin() * rope.scaling
     table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return table[0][:, None].to(device, dtype), table[1][:, None].to(device, dtype)
-
-
-def attend_span(q: Tensor, k: Tensor, v: Tensor, window: int, visible: Tensor | None = None) -> Tensor:
-    """One sequence: q [n, H, D] at the last n of L positions, k and v [K, L, D]. Returns [n, H D].
-
-    visible: int64 [n], the keys [0, visible) that each query sees; None: causal.
-    """
-    n, num_heads, dim = q.shape
-    num_kv_heads, length, _ = k.shape
-    if n == 1:
-        first = max(0, length - window) if window else 0
-        # The group's query heads stand in for query positions: no mask, no repeated keys.
-        folded = q.view(num_kv_heads, num_heads // num_kv_heads, dim)
-        out = F.scaled_dot_product_attention(folded[None], k[None, :, first:], v[None, :, first:])
-        return out.reshape(1, num_heads * dim)
-    causal = n == length and not window and visible is None
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=None if causal else _mask(n, length, window, visible, q.device),
-        is_causal=causal,
-        enable_gqa=num_heads != num_kv_heads,
-    )
-    return out[0].transpose(0, 1).reshape(n, num_heads * dim)
-
-
-def _mask(n: int, length: int, window: int, visible: Tensor | None, device: torch.device) -> Tensor:
-    """bool [n, L], True where the query at position length - n + i sees key j."""
-    query = torch.arange(length - n, length, device=device)[:, None]
-    key = torch.arange(length, device=device)
-    mask = key <= query if visible is None else key < visible[:, None]
-    return mask & (key > query - window) if window else mask
-
-
-def attend_padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Many sequences of one query each: q [B, H, D], k and v [K, B, L, D], mask bool [B, 1, 1, L]."""
-    batch, num_heads, dim = q.shape
-    folded = q.view(batch, k.shape[0], -1, dim)
-    out = F.scaled_dot_product_attention(folded, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask)
-    return out.reshape(batch, num_heads * dim)
-
-
-def _keys_values(kv: LayerKv, span: SequenceSpan) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values, [K, L, D] each."""
-    if span.first_block is not None:
-        return kv.slice(span.first_block * kv.block_size, span.length)
-    k, v = kv.gather(span.blocks)
-    return k[:, : span.length], v[:, : span.length]
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedDecode:
-    """The batch's one-token sequences, when attending to all of them at once is cheaper."""
-
-    rows: Tensor  # int64 [B]
-    blocks: Tensor  # int64 [B * width]
-    lengths: Tensor  # int64 [B]
-    width: int  # blocks per sequence
 
 
 class Decoder:
@@ -166,7 +98,6 @@ class Decoder:
         for first, rows in batch.visuals:
             x[first : first + rows.shape[0]] = self._set_of(rows, 0, x)
         rotations = [(self._turns(cos, batch), self._turns(sin, batch)) for cos, sin in self.rotations]
-        padded, spans = self._split(batch, pool.block_size)
         last = self.config.num_layers - 1
         for i, layer in enumerate(self.weights.layers):
             self.ticks[0] += 1
@@ -174,7 +105,7 @@ class Decoder:
             q = self._project(layer, x, *rotations[self.config.layer_ropes[i]], batch.slots, kv)
             if i == last and not batch.logit_rows.numel():
                 break
-            attended = self._attend(q, kv, padded, spans, self.config.windows[i])
+            attended = batch.attention(q, kv, self.config.windows[i])
             if i == last:  # beyond its KV, the last layer matters to the wanted rows only
                 x, attended = x[batch.logit_rows], attended[batch.logit_rows]
             x = self._residual(attended, layer.out, layer.out_bias, layer.post_attention_norm, x)
@@ -216,54 +147,6 @@ class Decoder:
         qk = torch.addcmul(qk * cos, qk.roll(c.head_dim // 2, -1), sin)
         kv.write(slots, qk[:, c.num_heads :], v)
         return qk[:, : c.num_heads]
-
-    def _attend(
-        self,
-        q: Tensor,
-        kv: LayerKv,
-        padded: PaddedDecode | None,
-        spans: tuple[SequenceSpan, ...],
-        window: int,
-    ) -> Tensor:
-        """q [T, H, D] over one layer's kv; returns [T, H D]."""
-        if not padded and len(spans) == 1:
-            k, v = _keys_values(kv, spans[0])
-            return attend_span(q, k, v, window, spans[0].visible)
-        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-        if padded:
-            k, v = kv.gather(padded.blocks)
-            position = torch.arange(padded.width * kv.block_size, device=q.device)
-            mask = position < padded.lengths[:, None]
-            if window:
-                mask &= position >= padded.lengths[:, None] - window
-            shape = (self.config.num_kv_heads, padded.rows.shape[0], -1, self.config.head_dim)
-            out[padded.rows] = attend_padded(
-                q[padded.rows], k.view(shape), v.view(shape), mask[:, None, None]
-            )
-        for span in spans:
-            k, v = _keys_values(kv, span)
-            out[span.begin : span.end] = attend_span(q[span.begin : span.end], k, v, window, span.visible)
-        return out
-
-    def _split(
-        self, batch: DecoderInputs, block_size: int
-    ) -> tuple[PaddedDecode | None, tuple[SequenceSpan, ...]]:
-        """One-token sequences to attend to at once, and the spans to attend to one by one."""
-        single = [span for span in batch.spans if span.end - span.begin == 1]
-        width = max((span.blocks.shape[0] for span in single), default=0)
-        elements = width * block_size * len(single) * self.config.num_kv_heads * self.config.head_dim
-        on_cpu = batch.token_ids.device.type == "cpu"
-        if len(single) < 2 or (on_cpu and elements > PADDED_ELEMENTS):
-            return None, batch.spans
-        blocks = torch.nn.utils.rnn.pad_sequence([span.blocks for span in single], batch_first=True)
-        device = batch.token_ids.device
-        padded = PaddedDecode(
-            rows=torch.tensor([span.begin for span in single], device=device),
-            blocks=blocks.flatten(),
-            lengths=torch.tensor([span.length for span in single], device=device),
-            width=width,
-        )
-        return padded, tuple(span for span in batch.spans if span.end - span.begin > 1)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm.backend.base import StepPlan
-from llm.backend.decoder import Decoder, DecoderInputs, DecoderWeights, SequenceSpan
+from llm.backend.base import Logits, StepPlan
+from llm.backend.decoder import Decoder, DecoderInputs, DecoderWeights
 from llm.backend.kv_pool import KvPool, TensorSwap
 from llm.backend.ragged import Limits, Ragged, flatten
+from llm.backend.span_attention import SpanAttention
 from llm.decoder_config import DecoderConfig
 
 
@@ -27,7 +28,9 @@ class TorchBackend:
         num_blocks: int,
         block_size: int = 16,
         int8_kv: bool = False,
+        spare_blocks: int = 0,
     ) -> None:
+        """`spare_blocks`: of the pool's, beyond those that plans may name."""
         self.config = config
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -37,7 +40,9 @@ class TorchBackend:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.decoder = Decoder(config, weights, self.max_positions)
-        self.pool = KvPool(config, num_blocks, block_size, self.device, self.dtype, int8=int8_kv)
+        self.pool = KvPool(
+            config, num_blocks + spare_blocks, block_size, self.device, self.dtype, int8=int8_kv
+        )
         self._limits = Limits(block_size, num_blocks, config.vocab_size, self.max_positions, config.row_width)
 
     def count_progress(self, ticks: np.ndarray) -> None:
@@ -45,7 +50,7 @@ class TorchBackend:
         self.decoder.ticks = ticks
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> np.ndarray:
+    def execute(self, plan: StepPlan) -> Logits:
         """See Backend. Raises PlanError for a plan out of bounds, before anything is written."""
         ragged = flatten(plan, self._limits)
         for source, target in plan.copies:
@@ -59,41 +64,22 @@ class TorchBackend:
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device, torch.int64)
 
-        spans = tuple(self._span(ragged, i) for i in range(len(plan.items)))
-        visuals = tuple(
-            (int(ragged.offsets[i]) + visual.start, torch.as_tensor(visual.rows))
-            for i, item in enumerate(plan.items)
-            for visual in item.visuals
-        )
         return DecoderInputs(
             token_ids=on_device(ragged.token_ids),
             positions=on_device(ragged.positions),
             slots=on_device(ragged.slots),
-            spans=spans,
+            attention=SpanAttention(ragged, self.config, self.block_size, self.device),
             logit_rows=on_device(ragged.logit_rows),
-            visuals=visuals,
+            visuals=self._visuals(plan, ragged),
             rope=None if ragged.rope is None else on_device(ragged.rope),
         )
 
-    def _span(self, ragged: Ragged, i: int) -> SequenceSpan:
-        blocks = ragged.blocks[ragged.block_start[i] : ragged.block_start[i + 1]]
-        consecutive = bool((np.diff(blocks) == 1).all())
-        return SequenceSpan(
-            begin=int(ragged.offsets[i]),
-            end=int(ragged.offsets[i + 1]),
-            length=int(ragged.lengths[i]),
-            blocks=torch.from_numpy(blocks).to(self.device, torch.int64),
-            first_block=int(blocks[0]) if consecutive else None,
-            visible=self._visible(ragged, i),
+    def _visuals(self, plan: StepPlan, ragged: Ragged) -> tuple[tuple[int, Tensor], ...]:
+        return tuple(
+            (int(ragged.offsets[i]) + visual.start, torch.as_tensor(visual.rows))
+            for i, item in enumerate(plan.items)
+            for visual in item.visuals
         )
-
-    def _visible(self, ragged: Ragged, i: int) -> Tensor | None:
-        if ragged.visible is None:
-            return None
-        rows = slice(int(ragged.offsets[i]), int(ragged.offsets[i + 1]))
-        if (ragged.visible[rows] == ragged.positions[rows] + 1).all():
-            return None
-        return torch.from_numpy(ragged.visible[rows]).to(self.device, torch.int64)
 
     @property
     def kv_bytes(self) -> int:

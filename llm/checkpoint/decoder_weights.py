@@ -25,6 +25,7 @@ from llm.decoder_config import ConfigError, DecoderConfig, TextNames, read_json_
 from llm.storage import storage_of
 
 BackendName = Literal["auto", "torch", "native"]
+AttentionName = Literal["auto", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
@@ -219,13 +220,16 @@ def load_backend(
     backend: BackendName = "auto",
     weights: str = "auto",
     kv: str = "auto",
+    attention: AttentionName = "auto",
 ) -> Backend:
     """The decoder of a checkpoint directory, whose family gives `config` and `names`, ready to execute plans.
 
-    Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool. `auto` takes the native backend on a CPU
-    where it runs, else torch with one logged notice. On the native backend `weights` and
-    `kv` say how these are stored (`auto`: as `dtype`, float32 weights in bfloat16 where that loses nothing);
-    arithmetic stays float32. Torch computes and stores in `dtype`; its KV may be int8 as well.
+    Exactly one of `num_blocks` and `kv_bytes` sizes the KV pool; on a GPU without either it takes what is
+    free beside the weights. `auto` takes the native backend on a CPU where it runs, else torch with one
+    logged notice. On the native backend `weights` and `kv` say how these are stored (`auto`: as `dtype`,
+    float32 weights in bfloat16 where that loses nothing); arithmetic stays float32. Torch computes and
+    stores in `dtype`; its KV may be int8 as well. Its `attention` is one Triton kernel over the paged pool
+    where `auto` finds a GPU.
 
     Raises ConfigError, WeightsError, NativeUnavailable, or ValueError for bad arguments.
     """
@@ -234,30 +238,34 @@ def load_backend(
         raise ValueError("dtype must be one of float32, bfloat16, float16")
     if backend not in ("auto", "torch", "native"):
         raise ValueError("backend must be one of auto, torch, native")
-    if (num_blocks is None) == (kv_bytes is None):
+    on_gpu = device.startswith("cuda")
+    given = (num_blocks is not None) + (kv_bytes is not None)
+    if given > 1 or not (given or on_gpu):
         raise ValueError("give either num_blocks or kv_bytes")
+    if backend == "native" and device != "cpu":
+        raise ValueError("the native backend runs on a CPU; backend must be torch or auto on another device")
     native = backend == "native" or (backend == "auto" and _native_fits(device, block_size))
     stored_weights, stored_kv = storage_of(dtype, weights, kv, native)
-    if num_blocks is None:
-        assert kv_bytes is not None
+
+    def blocks_in(num_bytes: int) -> int:
+        stored_dim = padded(config.head_dim) if native else None
         block_bytes = kv_block_bytes(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            block_size,
-            stored_kv,
-            padded(config.head_dim) if native else None,
+            config.num_layers, config.num_kv_heads, config.head_dim, block_size, stored_kv, stored_dim
         )
-        num_blocks = kv_bytes // block_bytes
-        if not num_blocks:
+        if num_bytes < block_bytes:
             raise ValueError(
-                f"a KV cache of {kv_bytes} bytes holds no block: {block_size} tokens take {block_bytes}"
+                f"a KV cache of {num_bytes} bytes holds no block: {block_size} tokens take {block_bytes}"
             )
-    if num_blocks < 1 or block_size < 1:
+        return num_bytes // block_bytes
+
+    if kv_bytes is not None:
+        num_blocks = blocks_in(kv_bytes)
+    if block_size < 1 or (num_blocks is not None and num_blocks < 1):
         raise ValueError("the KV pool holds no block")
     if native:
         from llm.backend.native import NativeBackend
 
+        assert num_blocks is not None
         return NativeBackend(
             config,
             load_weights(directory, config, names),
@@ -267,9 +275,20 @@ def load_backend(
             kv_storage=stored_kv,
         )
     loaded = load_weights(directory, config, names, device=device, dtype=torch_dtype)
-    return TorchBackend(
-        config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8"
-    )
+    if num_blocks is None:
+        from llm.backend.cuda.kv_room import free_for_kv
+
+        num_blocks = blocks_in(free_for_kv(loaded.embedding.device))
+    kind: type[TorchBackend] = TorchBackend
+    if attention == "triton" or (attention == "auto" and on_gpu):
+        try:
+            from llm.backend.cuda.paged_backend import PagedBackend
+        except ModuleNotFoundError as missing:
+            raise ValueError(
+                f"attention on a GPU needs {missing.name}, not installed here: pip install 'vlm-serve[cuda]'"
+            ) from None
+        kind = PagedBackend
+    return kind(config, loaded, num_blocks=num_blocks, block_size=block_size, int8_kv=stored_kv == "int8")
 
 
 def _native_fits(device: str, block_size: int) -> bool:

@@ -141,22 +141,41 @@ class SamplerState:
         if params.temperature == 0.0:
             return np.array([int(logits.argmax())]), np.ones(1)
         ids = _allowed_ids(logits, params.top_k)
+        return self._among(ids, logits if len(ids) == len(logits) else logits[ids])
+
+    def _among(self, ids: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`distribution` over these ids, ascending, of these logits."""
+        params = self.params
         if params.top_p < 1.0 or params.min_p > 0.0:
-            # ids in descending order of logit, ties by ascending id
-            probs, ids = _by_probability(logits, ids, params)
-            count = len(ids)
+            # places in descending order of logit, ties by ascending id
+            probs, places = _by_probability(logits, params)
+            count = len(places)
             if params.top_p < 1.0:
                 count = min(int(np.searchsorted(np.cumsum(probs), params.top_p)) + 1, count)
             if params.min_p > 0.0:
                 count = min(count, int(np.count_nonzero(probs >= params.min_p * probs[0])))
-            ids = np.sort(ids[: max(count, 1)])
-        return ids, _probabilities(logits, ids, params.temperature)
+            kept = np.sort(places[: max(count, 1)])
+            ids, logits = ids[kept], logits[kept]
+        return ids, _probabilities(logits, params.temperature)
 
     def sample(self, row: np.ndarray, position: int, mask: np.ndarray | None = None) -> int:
         """The token for output index `position`."""
         if self.params.temperature == 0.0:
             return int(self.process(row, mask).argmax())
         ids, probs = self.distribution(row, mask)
+        return draw(ids, probs, uniform(self.seed, self.choice, position))
+
+    @property
+    def num_candidates(self) -> int:
+        """Largest logits of a row that `sample_among` needs; 0 where `sample` needs them all."""
+        params = self.params
+        unchanged = self._counts is None and self._seen is None and self._bias is None
+        return params.top_k if unchanged and params.temperature > 0.0 else 0
+
+    def sample_among(self, ids: np.ndarray, logits: np.ndarray, position: int) -> int:
+        """As `sample`, from the `num_candidates` largest of a row and what equals the last of them, by
+        ascending id."""
+        ids, probs = self._among(ids, logits)
         return draw(ids, probs, uniform(self.seed, self.choice, position))
 
 
@@ -175,19 +194,16 @@ def _allowed_ids(logits: np.ndarray, top_k: int) -> np.ndarray:
     return np.flatnonzero(logits > -np.inf)
 
 
-def _probabilities(logits: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
-    """float64 softmax over `ids`; exponents in float32, several times faster on a large vocabulary."""
-    chosen = logits if len(ids) == len(logits) else logits[ids]
-    weights = np.exp((chosen - chosen.max()) * np.float32(1.0 / max(temperature, 1e-6)))
+def _probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
+    """float64 softmax; exponents in float32, several times faster on a large vocabulary."""
+    weights = np.exp((logits - logits.max()) * np.float32(1.0 / max(temperature, 1e-6)))
     return weights / weights.sum(dtype=np.float64)
 
 
-def _by_probability(
-    logits: np.ndarray, ids: np.ndarray, params: SamplingParams
-) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities (over all of `ids`) and ids, likeliest first, no fewer than top-p and min-p keep."""
-    probs = _probabilities(logits, ids, params.temperature)
-    if len(ids) > 4 * _PARTIAL_SORT:
+def _by_probability(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities (over all logits) and places, likeliest first, no fewer than top-p and min-p keep."""
+    probs = _probabilities(logits, params.temperature)
+    if len(probs) > 4 * _PARTIAL_SORT:
         floor = np.partition(probs, len(probs) - _PARTIAL_SORT)[len(probs) - _PARTIAL_SORT]
         front = np.nonzero(probs >= floor)[0]
         enough = (
@@ -195,9 +211,9 @@ def _by_probability(
         )
         if enough:
             order = front[np.argsort(-probs[front], kind="stable")]
-            return probs[order], ids[order]
+            return probs[order], order
     order = np.argsort(-probs, kind="stable")
-    return probs[order], ids[order]
+    return probs[order], order
 
 
 def likeliest(values: np.ndarray, count: int) -> np.ndarray:

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "decode": "decode steps by storage and batch; beside transformers",
     "accuracy": "the default model on documents it never saw",
     "peers": "this project's column of the README's table",
+    "gpu": "tower, prefill, decode and first tokens on a CUDA device, beside transformers",
     "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
 }
 PARTS = {

@@ -25,8 +25,8 @@ from vlm.spec import ModelSpec
 STREAMS = 8
 
 
-def _photo() -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (768, 1024, 3), np.uint8)
+def _photo(seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (768, 1024, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
@@ -39,6 +39,11 @@ class Interview:
         self._driver = driver
         self._image = _photo()
         self._asked = 0
+
+    def ask_anew(self, question: str) -> float:
+        """`ask` for one token about an image that is new."""
+        self._image = _photo(self._asked + 1)
+        return self.ask([question], 1)
 
     def ask(self, questions: list[str], tokens: int) -> float:
         """CPU seconds until all these questions, asked at once, have answers of `tokens` tokens."""

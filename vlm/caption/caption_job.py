@@ -31,7 +31,7 @@ from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import Format
 from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.file_names import as_text
-from vlm.config import DEFAULT_MODEL, EngineOptions
+from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineOptions
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
@@ -90,7 +90,7 @@ def engine_options(
         (options.max_running + 1) * min(page_tokens, spec.context_length), 2 * spec.context_length
     )
     needed_mb = (spec.kv_bytes(num_tokens) >> 20) + 1
-    return replace(options, kv_cache_mb=min(options.kv_cache_mb, needed_mb))
+    return replace(options, kv_cache_mb=min(options.kv_cache_mb or KV_CACHE_MB, needed_mb))
 
 
 def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str, Any]:

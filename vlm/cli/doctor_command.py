@@ -58,6 +58,14 @@ def native_library() -> dict[str, str]:
     return {"level": level, "library": f"compiled at first use for {level}"}
 
 
+def gpus() -> list[str]:
+    """Name and memory of every CUDA device that torch finds."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in found]
+
+
 def installation() -> dict[str, Any]:
     versions = {}
     for name in PACKAGES:
@@ -73,6 +81,7 @@ def installation() -> dict[str, Any]:
         "native": native_library(),
         "redis_server": shutil.which("redis-server") or "",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": gpus(),
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in native_build.cpu_flags()],
     }
 
@@ -135,6 +144,7 @@ def show_doctor(*, quick: bool, as_json: bool) -> None:
     print(f"{'native decoder':16} {found['native']['library']}")
     print(f"{'redis-server':16} {found['redis_server'] or 'none'}")
     print(f"{'cores':16} {found['cores']} ({', '.join(found['cpu_flags']) or 'no vector extensions known'})")
+    print(f"{'GPUs':16} {'; '.join(found['gpus']) or 'none that torch finds'}")
     for name, figure in measured(machine) if machine else ():
         print(f"{name:16} {figure}")
     for line in advice(found):

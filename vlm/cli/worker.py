@@ -91,7 +91,7 @@ def worker_generate(
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     kv_cache_mb: Annotated[
-        int, setting(EngineOptions, "kv_cache_mb", "Memory for KV blocks.")
+        int, setting(EngineOptions, "kv_cache_mb", "Memory for KV blocks; 0: 512, on a GPU what is free.")
     ] = ENGINE.kv_cache_mb,
     max_running: Annotated[
         int, setting(EngineOptions, "max_running", "Sequences decoded together.")

@@ -50,7 +50,7 @@ def model_names() -> list[str]:
 
 
 def machine_names() -> list[str]:
-    return [*_presets("machines.json"), "this"]
+    return [*_presets("machines.json"), "this", "cuda"]
 
 
 def load_model(name: str) -> PlannedModel:
@@ -143,19 +143,21 @@ def _decoder_config(checkpoint: Checkpoint) -> DecoderConfig | None:
 
 
 @cache
-def _this_machine() -> Machine:
+def _measured(device: str) -> Machine:
+    from vlm.build import check_device
     from vlm.plan.machine.calibration import measure_machine  # imports torch
 
-    return measure_machine(quick=True)
+    check_device(device)
+    return measure_machine(quick=True, device=device, dtype="float32" if device == "cpu" else "bfloat16")
 
 
 def load_machine(name: str) -> Machine:
-    """An accelerator's preset, or 'this': the machine at hand, measured now (a few seconds).
+    """An accelerator's preset, or 'this' or 'cuda': the CPU or GPU at hand, measured now (a few seconds).
 
-    Raises CostError for another name.
+    Raises CostError for another name, and SettingsError where torch finds no such device.
     """
-    if name == "this":
-        return _this_machine()
+    if name == "this" or name.startswith("cuda"):
+        return _measured("cpu" if name == "this" else name)
     presets = _presets("machines.json")
     if name not in presets:
         raise CostError(f"{name} is not an accelerator preset; presets: {', '.join(machine_names())}")

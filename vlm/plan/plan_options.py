@@ -17,7 +17,7 @@ Model = Annotated[
     str, typer.Option("--model", help="A preset, 'default', a checkpoint folder or a config.json.")
 ]
 Device = Annotated[
-    str, typer.Option("--machine", help="h100, h200, a100, l40s, rtx4090, or 'this' (measured now).")
+    str, typer.Option("--machine", help="h100, h200, a100, l40s, rtx4090, 'this' or 'cuda' (measured now).")
 ]
 Weights = Annotated[float, typer.Option("--weight-bits", help="Bits per parameter: 32, 16, 8 or 4.")]
 Cache = Annotated[float, typer.Option("--kv-bits", help="Bits per cached element: 32, 16, 8 or 4.")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from llm.backend.base import Backend, StepItem, StepPlan
+from llm.backend.base import Backend, StepItem, StepPlan, greedy
 from llm.backend.native_build import load_library
 
 BLOCK = 16
@@ -29,7 +29,7 @@ class Streams:
         self._first, self.position = context, context
         prompts = [tuple((7 * i + j) % 500 for j in range(context)) for i in range(batch)]
         items = [StepItem(p, 0, t, 1) for p, t in zip(prompts, self._tables, strict=True)]
-        self._first_tokens = [int(backend.execute(StepPlan((item,))).argmax()) for item in items]
+        self._first_tokens = [int(greedy(backend.execute(StepPlan((item,))))[0][0]) for item in items]
         self.tokens = self._first_tokens
 
     def restart(self) -> None:
@@ -39,7 +39,7 @@ class Streams:
     def step(self) -> None:
         items = zip(self.tokens, self._tables, strict=True)
         plan = StepPlan(tuple(StepItem((token,), self.position, table, 1) for token, table in items))
-        self.tokens = self._backend.execute(plan).argmax(1).tolist()
+        self.tokens = greedy(self._backend.execute(plan))[0].tolist()
         self.position += 1
 
 

@@ -18,7 +18,7 @@ def clock(device: str = "cpu") -> Callable[[], float]:
     return time.process_time if single else time.perf_counter
 
 
-_SIDE = 1024  # of the matrices
+_SIDE, _GPU_SIDE = 1024, 8192  # of the matrices
 
 
 def gemm_rate(device: str, rounds: int) -> float:
@@ -26,13 +26,14 @@ def gemm_rate(device: str, rounds: int) -> float:
     import torch
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    a, b = torch.ones(2, _SIDE, _SIDE, device=device, dtype=dtype)
+    side = _SIDE if device == "cpu" else _GPU_SIDE
+    a, b = torch.ones(2, side, side, device=device, dtype=dtype)
     now, best = clock(device), float("inf")
     for _ in range(rounds + 1):
         started = now()
         (a @ b).sum().item()
         best = min(best, now() - started)
-    return 2.0 * _SIDE**3 / best
+    return 2.0 * side**3 / best
 
 
 def copy_bandwidth(num_bytes: int = 64 << 20, rounds: int = 5) -> float:
