@@ -58,6 +58,7 @@ def own_sizes(rounds: int) -> dict[str, Callable[[], dict[str, dict[str, Any]]]]
         "PaddleOCR-VL's tower beside transformers": lambda: {
             "over_transformers_paddleocr_vl": own_size_bench.paddleocr_vl(rounds)
         },
+        "the longest encode": lambda: {"longest_encode_cpu_s": own_size_bench.longest_step()},
     }
 
 
