@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # make demo MODEL=ORG/NAME asks a checkpoint of the hub
 demo: env
-	$(BIN)/python -m vlm.demo $(MODEL)
+	$(BIN)/python -m vlm.cli.demo $(MODEL)
 
 test: env lint
 	$(PYTEST) -m "not slow"

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from encoder.geometry import TowerShape, VisionGeometry
 
+Arithmetic = Literal["float32", "bfloat16"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
 NormKind = Literal["layer", "rms"]

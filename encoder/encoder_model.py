@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoder.encoder_config import EncoderConfig
+from encoder.encoder_config import Arithmetic, EncoderConfig
+from encoder.forward.mixed import multiply_in_bfloat16
+from encoder.forward.tile_graphs import TileGraphs, TileRecorder
 from encoder.geometry import TileShape
-from encoder.tile_graphs import TileGraphs, TileRecorder
+from encoder.revision import with_arithmetic
 from encoder.tower import Tower
 
 # A forward's work: enough to hide the per-call overhead, no more, since a larger one is not faster per tile
@@ -59,6 +61,16 @@ class Encoder:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(1, "encoder", torch.set_num_threads, (threads,))
+
+    def multiply_in(self, arithmetic: Arithmetic) -> None:
+        """Matrix products in this type from now on, in a float32 encoder: see encoder.forward.mixed."""
+        if arithmetic == "bfloat16" and self.dtype == torch.float32:
+            multiply_in_bfloat16(self.tower)
+            multiply_in_bfloat16(self.connector)
+            self.revision = with_arithmetic(self.revision, arithmetic)
+            # These sum in an order that depends on how many rows there are: a tile goes alone, so that
+            # it is bitwise the same in any company.
+            self.tiles_per_forward = 1
 
     def capture_forwards(self, recorder: Callable[[], TileRecorder]) -> None:
         """From now on forwards over square tiles are captured and replayed."""

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from encoder.encoder_config import EncoderConfig
+from encoder.encoder_config import Arithmetic, EncoderConfig
 from encoder.tensor_files import TensorEntry, read_header, read_index
 from encoder.tensor_names import VisualNames
 
@@ -49,6 +49,13 @@ def revision_of(config: EncoderConfig, entries: dict[str, TensorEntry], *extra: 
                 digest.update(chunk)
                 left -= len(chunk)
     return digest.hexdigest()
+
+
+def with_arithmetic(revision: str, arithmetic: Arithmetic) -> str:
+    """Of an encoder that multiplies in another type than its own: its tokens are others."""
+    if arithmetic == "float32":
+        return revision
+    return hashlib.sha256(f"{revision} multiplied in {arithmetic}".encode()).hexdigest()
 
 
 def _settings(config: Any) -> dict[str, Any]:

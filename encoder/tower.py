@@ -70,14 +70,15 @@ class Attention(nn.Module):
     ) -> Tensor:
         n, patches, width = x.shape
         qkv = self.qkv(x)
+        products = qkv.dtype  # bfloat16 between two products of a float32 tower: see encoder.forward.mixed
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.chunk(3, dim=-1)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+            q, k, v = qkv.to(x.dtype).chunk(3, dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1).to(products)
         qkv = qkv.view(n, patches, 3, self.num_heads, width // self.num_heads)
         qk, v = qkv[:, :, :2], qkv[:, :, 2].transpose(1, 2)
         if rotations is not None:
             cos, sin = (table[:, None, None] for table in rotations)
-            qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(x.dtype)
+            qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(products)
         q, k = qk.permute(2, 0, 3, 1, 4)  # each [n, heads, patches, head_dim]
         mixed = attend(q, k, v) if windows is None else attend_windows(q, k, v, windows)
         return self.proj(mixed.transpose(1, 2).reshape(n, patches, width))

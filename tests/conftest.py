@@ -16,6 +16,8 @@ import pytest
 # Before torch loads libgomp, for this process and its children: spinning threads slow each other tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# The reference's arithmetic, whatever this CPU does best: tests of another say so.
+os.environ.setdefault("VLM_ENCODER_DTYPE", "float32")
 if not Path("/dev/nvidia0").exists():  # before triton is imported: it interprets its kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -20,8 +20,8 @@ def test_every_figure_is_there_and_says_its_device(monkeypatch: pytest.MonkeyPat
         "prefill_tokens_per_s",
         "decode_tokens_per_s_b1",
         "decode_tokens_per_s_b3",
-        "cold_first_token_s",
-        "warm_first_token_s",
+        "cold_ttft_ms",
+        "warm_ttft_ms",
         "transformers_tower_images_per_s",
         "transformers_prefill_tokens_per_s",
     }

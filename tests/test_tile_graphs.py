@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.encoder_model import Encoder
-from encoder.tile_graphs import COUNTS
+from encoder.forward.tile_graphs import COUNTS
 from llm.backend.base import StepItem, StepPlan, VisualSlice
 from llm.backend.cuda.paged_backend import PagedBackend
 from vlm.config import DEFAULT_MODEL

@@ -17,6 +17,7 @@ from llm.storage import storage_of
 from preprocess.limits import ImageLimits
 from preprocess.process_memory import keep_what_is_loaded
 from preprocess.types import Variant
+from vlm.arithmetic import settled
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, EngineOptions, ServeConfig, SettingsError
 from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
@@ -71,7 +72,9 @@ def build_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
     check_device(options.device)
     torch.set_num_threads(options.threads)
     with naming(source.directory):
-        return _load_encoder(source, options)
+        encoder = _load_encoder(source, options)
+    encoder.multiply_in(options.arithmetic)
+    return encoder
 
 
 def _load_encoder(source: ModelSource, options: EngineOptions) -> Encoder:
@@ -119,7 +122,7 @@ def build_tile_batcher(options: EngineOptions, progress: Progress | None = None)
 
 def visual_format(options: EngineOptions) -> VisualFormat:
     """What an encode worker of these options computes, from files alone."""
-    spec = ModelSpec.load(options.model)
+    spec = ModelSpec.load(options.model, arithmetic=options.arithmetic)
     return VisualFormat(spec.revision, options.dtype, spec.decoder.row_width)
 
 
@@ -237,14 +240,20 @@ def build_runner(
 
 
 def _spec(options: EngineOptions, variant: Variant) -> ModelSpec:
-    return ModelSpec.load(options.model, variant=variant, kv=options.kv_storage, max_pixels=options.pixel_cap)
+    return ModelSpec.load(
+        options.model,
+        variant=variant,
+        kv=options.kv_storage,
+        max_pixels=options.pixel_cap,
+        arithmetic=options.arithmetic,
+    )
 
 
 def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
-    options = pinned(options)
+    options = settled(pinned(options))
     spec = _spec(options, variant)
     return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
 
@@ -312,7 +321,7 @@ def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeli
         from workers.cluster.redis_client import check_access
 
         check_access(broker=config.broker, store=config.store)
-    options = pinned(options)
+    options = pinned(options) if config.remote_engine else settled(pinned(options))
     spec = _spec(options, config.variant)
     return Pipeline(
         spec,

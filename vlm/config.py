@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from encoder.encoder_config import Arithmetic
 from llm.storage import KvOption, KvStorage, WeightOption
 from vlm.settings import Between, Checked, Form, SettingsError
 
@@ -50,6 +51,7 @@ class EngineOptions(Checked):
     backend: Literal["auto", "torch", "native"] = "auto"  # of the decoder; auto: native where it runs
     device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"  # for all of it
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and activations
+    encoder_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the tower's products
     weights: WeightOption = "auto"  # stored as; auto: dtype, or bfloat16 where that loses nothing
     kv: KvOption = "auto"  # the KV cache stored as; auto: dtype
     threads: FewCount = 1  # of the engine
@@ -68,6 +70,11 @@ class EngineOptions(Checked):
     def pixel_cap(self) -> int:
         """Of an image that a tower takes whole."""
         return self.max_pixels or (CPU_PIXELS if self.device == "cpu" else ACCELERATOR_PIXELS)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Of the products in a float32 encoder. `auto` is settled by `vlm.arithmetic.settled`."""
+        return "bfloat16" if self.encoder_dtype == "bfloat16" and self.dtype == "float32" else "float32"
 
     @property
     def kv_bytes(self) -> int | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from encoder.encoder_config import Arithmetic
 from encoder.geometry import VisionGeometry
-from encoder.revision import open_clip_revision
+from encoder.revision import open_clip_revision, with_arithmetic
 from llm.cost import DecoderShape, kv_bytes, kv_element_bytes
 from llm.decoder_config import DecoderConfig
 from llm.request import VisualKey
@@ -42,6 +43,7 @@ class ModelSpec:
     preprocess: PreprocessSpec
     checkpoint: Checkpoint
     kv: KvStorage = "float32"  # how the engine stores its cache
+    arithmetic: Arithmetic = "float32"  # of the tower's products
     _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -53,6 +55,7 @@ class ModelSpec:
         kv: KvStorage = "float32",
         files: Files = "all",
         max_pixels: int = CPU_PIXELS,
+        arithmetic: Arithmetic = "float32",
     ) -> ModelSpec:
         """Reads a checkpoint's JSON files; `files`: how much of it has to be here; `max_pixels`: of an image
         that is taken whole, beside the checkpoint's own cap.
@@ -61,7 +64,7 @@ class ModelSpec:
         """
         source = ModelSource.parse(model, files)
         with naming(source.directory):
-            spec = cls._read(source, variant, kv, max_pixels)
+            spec = replace(cls._read(source, variant, kv, max_pixels), arithmetic=arithmetic)
         if files == "all":
             _ = spec.revision  # damaged weights are reported before there is work
         return spec
@@ -95,11 +98,16 @@ class ModelSpec:
         source = self.source
         with naming(source.directory):
             if not source.tower:
-                return self.checkpoint.revision
-            encoder = source.open_clip_config(self.decoder.d_model)
-            return open_clip_revision(
-                encoder, source.tower, source.tower_file, source.connector_file, OPEN_CLIP_SEED
-            )
+                revision = self.checkpoint.revision
+            else:
+                revision = open_clip_revision(
+                    source.open_clip_config(self.decoder.d_model),
+                    source.tower,
+                    source.tower_file,
+                    source.connector_file,
+                    OPEN_CLIP_SEED,
+                )
+        return with_arithmetic(revision, self.arithmetic)
 
     @property
     def directory(self) -> Path:

@@ -38,6 +38,7 @@ def run(quick: bool = False) -> dict[str, Any]:
                 "the default model": lambda: {
                     "fraction_of_gemm_peak_default": gemm_fraction(small, "default", 16, rounds)
                 },
+                "products in bfloat16": lambda: in_bfloat16(name, drawn, rounds),
                 "ragged batches": lambda: ragged(small, rounds),
                 "beside transformers": lambda: {"over_transformers": over_transformers(small, rounds)},
                 **({} if quick else own_sizes(rounds)),
@@ -57,6 +58,7 @@ def own_sizes(rounds: int) -> dict[str, Callable[[], dict[str, dict[str, Any]]]]
         "PaddleOCR-VL's tower beside transformers": lambda: {
             "over_transformers_paddleocr_vl": own_size_bench.paddleocr_vl(rounds)
         },
+        "the longest encode": lambda: {"longest_encode_cpu_s": own_size_bench.longest_step()},
     }
 
 
@@ -77,6 +79,28 @@ def gemm_fraction(encoder: Encoder, model: str, num_tiles: int, rounds: int) -> 
         seconds_per_tile=round(statistics.median(encode_s) / num_tiles, 5),
         spread=spread(encode_s),
     )
+
+
+def in_bfloat16(name: str, model: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """The tower that multiplies in bfloat16 beside the float32 one, and how far its rows are off."""
+    exact, half = (load_open_clip(name, d_model=576) for _ in range(2))
+    half.multiply_in("bfloat16")
+    tiles = random_tiles(exact, 1)
+    want, got = exact.encode([tiles])[0], half.encode([tiles])[0]
+    exact_s, half_s = alternate(lambda: exact.encode([tiles]), lambda: half.encode([tiles]), rounds)
+    a, b = torch.randn(2, GEMM_SIDE, GEMM_SIDE).bfloat16()
+    product_s = min(timed(lambda: a @ b)[2] for _ in range(rounds))
+    share = exact.flops(tiles) / statistics.median(half_s) / (2 * GEMM_SIDE**3 / product_s)
+    return {
+        "bf16_over_fp32": result(
+            statistics.median(exact_s) / statistics.median(half_s),
+            "times",
+            **circumstances(half, model, 1),
+            relative_error=round(float((got - want).norm() / want.norm()), 5),
+            fraction_of_bf16_gemm_peak=round(share, 3),
+            spread=spread(half_s),
+        )
+    }
 
 
 def ragged(encoder: Encoder, rounds: int) -> dict[str, dict[str, Any]]:

@@ -114,8 +114,8 @@ class _Bench:
         cold = [self._wall(lambda: interview.ask_anew("What is the total?"))]
         warm = self._seconds(lambda: interview.ask(["Read the text of line two."], 1))
         return {
-            "cold_first_token_s": self._result(cold[0], "s", cold, tiles=TILES),
-            "warm_first_token_s": self._result(statistics.median(warm), "s", warm, tiles=TILES),
+            "cold_ttft_ms": self._result(cold[0] * 1e3, "ms", cold, tiles=TILES),
+            "warm_ttft_ms": self._result(statistics.median(warm) * 1e3, "ms", warm, tiles=TILES),
         }
 
     def transformers(self) -> dict[str, Any]:

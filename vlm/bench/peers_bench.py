@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from llm.request import SamplingParams
+from vlm.arithmetic import settled
 from vlm.bench.harness.engine_load import Driver, image_request
 from vlm.bench.harness.results import report, result, say
 from vlm.build import build_runner
@@ -61,8 +62,8 @@ def run(quick: bool = False) -> dict[str, Any]:
     length = 20 if quick else 60
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(Path(folder) / "smolvlm-256m", SMOLVLM_256M)
-        options = EngineOptions(model=str(directory), kv_cache_mb=1500)
-        spec = ModelSpec.load(directory)
+        options = settled(EngineOptions(model=str(directory), kv_cache_mb=1500))
+        spec = ModelSpec.load(directory, arithmetic=options.arithmetic)
         say("peers: a first question on an image of 13 tiles; about a minute")
         interview = Interview(Driver(spec, build_runner(options)))
         first = interview.ask(["What is the total?"], 1)
@@ -70,7 +71,13 @@ def run(quick: bool = False) -> dict[str, Any]:
         second = interview.ask(["Read the text of line two."], 1)
         alone = interview.ask(["Read the text of line two."], length)
         crowd = interview.ask([f"Read line {i}." for i in range(STREAMS)], length)
-    about = {"model": "SmolVLM-256M shape", "dtype": options.dtype, "threads": 1, "context": 875}
+    about = {
+        "model": "SmolVLM-256M shape",
+        "dtype": options.dtype,
+        "tower": options.arithmetic,
+        "threads": 1,
+        "context": 875,
+    }
     return report(
         "peers",
         {

@@ -17,6 +17,7 @@ from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.stage import preprocess
 from preprocess.wire import to_bytes
+from vlm.arithmetic import settled
 from vlm.bench.harness.engine_load import ImageRequest, document, image_request
 from vlm.bench.harness.results import report, result, say, spread
 from vlm.build import build_runner
@@ -104,7 +105,8 @@ class Measured:
 def measure(directory: Path, rounds: int) -> Measured:
     """Questions about new images, alone and together, on a runner without caches that help."""
     spec = ModelSpec.load(directory)
-    runner = build_runner(EngineOptions(model=str(directory), kv_cache_mb=256, prefix_cache=False))
+    options = EngineOptions(model=str(directory), kv_cache_mb=256, prefix_cache=False)
+    runner = build_runner(settled(options))
     run = _Run(spec, runner)
     found = Measured({}, {}, {}, {}, int(runner.info()["block_size"]))
     run.answer(_requests(spec, 1, 0))  # warms up

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from encoder.encoder_config import Arithmetic
 from llm.cost import Precision, kv_bytes_per_token, kv_element_bytes
 from llm.storage import KvStorage, WeightStorage
 from vlm.bench.accuracy_bench import Answerer
@@ -36,11 +37,13 @@ DOCUMENTS = 200
 class StoredWeights:
     weights: WeightStorage
     kv: KvStorage
+    tower: Arithmetic = "float32"  # of its products
 
     @property
     def name(self) -> str:
         """Figures' suffix."""
-        return f"weights_{self.weights}_kv_{self.kv}"
+        tower = "" if self.tower == "float32" else f"_tower_{self.tower}"
+        return f"weights_{self.weights}_kv_{self.kv}{tower}"
 
 
 FULL = StoredWeights("float32", "float32")
@@ -54,6 +57,7 @@ STORED = (
     StoredWeights("int8", "int8"),
     StoredWeights("int4", "int8"),
 )
+ANSWERING = (*STORED, StoredWeights("float32", "float32", "bfloat16"))
 TIMED = (
     FULL,
     StoredWeights("bfloat16", "bfloat16"),
@@ -64,7 +68,9 @@ TIMED = (
 
 def answers_of(how: StoredWeights, documents: int) -> tuple[Report, list[str]]:
     """The default model's marks, and its answers in the order of the questions."""
-    answerer = Answerer(EngineOptions(weights=how.weights, kv=how.kv, kv_cache_mb=64))
+    answerer = Answerer(
+        EngineOptions(weights=how.weights, kv=how.kv, kv_cache_mb=64, encoder_dtype=how.tower)
+    )
     given: list[str] = []
 
     def ask(image: Image.Image, question: str) -> str:
@@ -88,8 +94,8 @@ def accuracy(documents: int) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     first: list[str] = []
     full = 0.0
-    for number, how in enumerate(STORED, 1):
-        say(f"quantise: answers with {how.name} ({number} of {len(STORED)})")
+    for number, how in enumerate(ANSWERING, 1):
+        say(f"quantise: answers with {how.name} ({number} of {len(ANSWERING)})")
         found, given = answers_of(how, documents)
         right, asked = field_counts(found)
         if how == FULL:

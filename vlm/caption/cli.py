@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from vlm.cli.options import ENGINE, Json, Kv, MaxPixels, Model, Store, Threads, Weights, setting
+from vlm.cli.options import ENGINE, EncoderDtype, Json, Kv, MaxPixels, Model, Store, Threads, Weights, setting
 from vlm.config import ServeConfig
 
 _SERVE = ServeConfig()
@@ -54,6 +55,7 @@ def caption_command(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     decode_processes: Annotated[int, setting(ServeConfig, "decode_processes", "Decode processes.")] = 1,
     window: Annotated[
@@ -84,6 +86,7 @@ def caption_command(
         temperature=temperature,
     )
     engine = engine_options(model, threads, question, weights=weights, kv=kv)
+    engine = replace(engine, encoder_dtype=encoder_dtype)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
     form = "md" if form == "markdown" else form

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from llm.backend import native_build
+from vlm.arithmetic import fast_arithmetic
 
 if TYPE_CHECKING:
     from llm.cost import Machine
@@ -81,6 +82,7 @@ def installation() -> dict[str, Any]:
         "native": native_library(),
         "redis_server": shutil.which("redis-server") or "",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "encoder_dtype": fast_arithmetic(),
         "gpus": gpus(),
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in native_build.cpu_flags()],
     }
@@ -142,6 +144,7 @@ def show_doctor(*, quick: bool, as_json: bool) -> None:
     print(f"{'PIL':16} {found['imaging']['library']} {found['imaging']['version']}")
     print(f"{'compiler':16} {found['compiler'] or 'none'}")
     print(f"{'native decoder':16} {found['native']['library']}")
+    print(f"{'tower':16} multiplies in {found['encoder_dtype']}")
     print(f"{'redis-server':16} {found['redis_server'] or 'none'}")
     print(f"{'cores':16} {found['cores']} ({', '.join(found['cpu_flags']) or 'no vector extensions known'})")
     print(f"{'GPUs':16} {'; '.join(found['gpus']) or 'none that torch finds'}")

@@ -13,6 +13,7 @@ from vlm.cli.errors import run
 from vlm.cli.groups import CommandGroup
 from vlm.cli.options import (
     ENGINE,
+    EncoderDtype,
     Json,
     Kv,
     MaxPixels,
@@ -113,6 +114,7 @@ def ask(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     pages: Annotated[
         str | None, typer.Option(help="Pages of PDFs and TIFFs, as in 1-3,7 or 5-. Default: all.")
@@ -128,7 +130,14 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    options = engine_options(model, threads=threads, weights=weights, kv=kv, max_pixels=max_pixels)
+    options = engine_options(
+        model,
+        threads=threads,
+        weights=weights,
+        kv=kv,
+        encoder_dtype=encoder_dtype,
+        max_pixels=max_pixels,
+    )
     command.ask(images, question, options, params, as_json=as_json, stats=stats, pages=pages)
 
 
@@ -243,6 +252,7 @@ def serve(
     threads: Threads = ENGINE.threads,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     allow_public: Annotated[
         bool,

@@ -49,6 +49,13 @@ Weights = Annotated[
     ),
 ]
 Kv = Annotated[KvOption, typer.Option(help="How the KV cache is stored; int8 is rounded. auto: not rounded.")]
+EncoderDtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(
+        help="Of the vision tower's products. auto: bfloat16 where this CPU multiplies it natively, several "
+        "times as fast; float32 in a cluster, whose machines have to agree."
+    ),
+]
 MaxPixels = Annotated[
     int,
     setting(

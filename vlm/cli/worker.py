@@ -13,6 +13,7 @@ from vlm.cli.options import (
     Broker,
     Device,
     Dtype,
+    EncoderDtype,
     Kv,
     Model,
     Store,
@@ -58,6 +59,7 @@ def worker_encode(
     threads: Threads = ENGINE.threads,
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
+    encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
 ) -> None:
     """Encode tiles into visual tokens for generate workers that share the broker.
 
@@ -67,7 +69,8 @@ def worker_encode(
     from vlm.model_source import pinned
     from workers.cluster.worker.encode_worker import run as run_worker
 
-    options = pinned(engine_options(model, threads=threads, device=device, dtype=dtype))
+    options = engine_options(model, threads=threads, device=device, dtype=dtype, encoder_dtype=encoder_dtype)
+    options = pinned(options)
     run_worker(
         broker,
         store or broker,
@@ -88,6 +91,7 @@ def worker_generate(
     threads: Threads = ENGINE.threads,
     device: Device = ENGINE.device,
     dtype: Dtype = ENGINE.dtype,
+    encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     kv_cache_mb: Annotated[
@@ -110,6 +114,7 @@ def worker_generate(
         threads=threads,
         device=device,
         dtype=dtype,
+        encoder_dtype=encoder_dtype,
         weights=weights,
         kv=kv,
         kv_cache_mb=kv_cache_mb,

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 
 from llm.cost import Machine, Precision
+from vlm.arithmetic import fast_arithmetic
 from vlm.plan.machine.probes import (
     DECODERS,
     PROMPTS,
@@ -74,7 +75,8 @@ def _measure(rounds: int, device: str, dtype: Dtype) -> Machine:
         short, long = (decoders[0].median("prefill", n) for n in PROMPTS)
         return short + (long - short) * (length - PROMPTS[0]) / (PROMPTS[1] - PROMPTS[0])
 
-    call_s, layer_s, tower_rate, tower_element_s = fit_tower(towers, peak, thin_prefill)
+    tower_peak = 1.5 * gemm_rate(device, rounds, fast_arithmetic()) if device == "cpu" else peak
+    call_s, layer_s, tower_rate, tower_element_s = fit_tower(towers, tower_peak, thin_prefill)
     per_megapixel, per_tile = preprocess_seconds(rounds)
     peak = max(fit.rate, fit.decode_rate, tower_rate)
     return Machine(

@@ -141,10 +141,12 @@ class TowerProbe:
 
 
 def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
+    from vlm.arithmetic import settled
     from vlm.build import build_runner
     from vlm.config import EngineOptions
 
     options = EngineOptions(model=str(directory), kv_cache_mb=16, prefix_cache=False, device=device)
+    options = settled(options)  # the arithmetic that a server here takes
     shape = Checkpoint.read(directory).encoder.shape
     spec = ModelSpec.load(directory)
     side = spec.geometry.image_size

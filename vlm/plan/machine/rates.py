@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from encoder.encoder_config import Arithmetic
+
 
 def clock(device: str = "cpu") -> Callable[[], float]:
     """CPU time where one thread computes, since machines are shared; else wall time."""
@@ -21,11 +23,12 @@ def clock(device: str = "cpu") -> Callable[[], float]:
 _SIDE, _GPU_SIDE = 1024, 8192  # of the matrices
 
 
-def gemm_rate(device: str, rounds: int) -> float:
-    """FLOP/s of the best square matrix product."""
+def gemm_rate(device: str, rounds: int, arithmetic: Arithmetic | None = None) -> float:
+    """FLOP/s of the best square matrix product; float32 on a CPU and bfloat16 elsewhere, if not told."""
     import torch
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    arithmetic = arithmetic or ("float32" if device == "cpu" else "bfloat16")
+    dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
     side = _SIDE if device == "cpu" else _GPU_SIDE
     a, b = torch.ones(2, side, side, device=device, dtype=dtype)
     now, best = clock(device), float("inf")
