@@ -56,7 +56,7 @@ def reference_answer(directory: Path, images: Sequence[Image.Image], question: s
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_over_http_equal_generate_first_cached_and_side_by_side(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
-    directory = make_checkpoint(case, tmp_path / f"{name}-{preset}", seed=5)
+    directory = make_checkpoint(case, tmp_path / name, seed=5)
     first, second = noise(150, 80, 1), noise(61, 130, 2)
     asked = [([first], "What is it?"), ([first, second], "What is it?"), ([second], "Read it.")]
     want = [reference_answer(directory, *one) for one in asked]
@@ -121,7 +121,7 @@ def test_presets_are_asked_in_the_words_that_a_document_model_was_taught(tmp_pat
         ("qwen2_vl", "text", "Read the text."),
     ):
         case = next(case for case in CASES if case.name == name)
-        spec = ModelSpec.load(make_checkpoint(case, tmp_path / name, seed=5))
+        spec = ModelSpec.load(make_checkpoint(case, tmp_path / f"{name}-{preset}", seed=5))
         asked = make_question(preset=preset).resolved(spec)
         assert (asked.prompt, asked.order) == (words, "image-first")
         assert asked.prompt_for(spec, 56).spans
