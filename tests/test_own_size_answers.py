@@ -112,10 +112,17 @@ def test_estimates_follow_the_cap_of_the_server(tmp_path: Path) -> None:
 
 
 def test_presets_are_asked_in_the_words_that_a_document_model_was_taught(tmp_path: Path) -> None:
-    for name, words in (("paddleocr_vl", "OCR:"), ("lighton_ocr", ""), ("qwen2_vl", "Read the text.")):
+    for name, preset, words in (
+        ("paddleocr_vl", "text", "OCR:"),
+        ("paddleocr_vl", "table", "Table Recognition:"),
+        ("paddleocr_vl", "formula", "Formula Recognition:"),
+        ("paddleocr_vl", "chart", "Chart Recognition:"),
+        ("lighton_ocr", "table", ""),
+        ("qwen2_vl", "text", "Read the text."),
+    ):
         case = next(case for case in CASES if case.name == name)
-        spec = ModelSpec.load(make_checkpoint(case, tmp_path / name, seed=5))
-        asked = make_question(preset="text").resolved(spec)
+        spec = ModelSpec.load(make_checkpoint(case, tmp_path / f"{name}-{preset}", seed=5))
+        asked = make_question(preset=preset).resolved(spec)
         assert (asked.prompt, asked.order) == (words, "image-first")
         assert asked.prompt_for(spec, 56).spans
         assert make_question(prompt="What is it?").resolved(spec).prompt == "What is it?"

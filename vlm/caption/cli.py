@@ -25,7 +25,7 @@ def caption_command(
         Path, typer.Option("-o", "--output", help="Where rows go; an existing one is continued. - is stdout.")
     ],
     preset: Annotated[
-        Literal["caption", "text", "summary", "fields"] | None,
+        Literal["caption", "text", "table", "formula", "chart", "summary", "fields"] | None,
         typer.Option(help="What to ask of every page. Default: caption."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Your own question instead of a preset.")] = None,

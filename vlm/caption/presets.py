@@ -37,6 +37,9 @@ FIELDS_SCHEMA: dict[str, Any] = {
 PRESETS = {
     "caption": Preset("Describe the image.", 256),
     "text": Preset("Read the text.", 1024),
+    "table": Preset("Read the table and give it as Markdown.", 1024),
+    "formula": Preset("Read the formula and give it as LaTeX.", 512),
+    "chart": Preset("Read the chart and give its data as a table.", 1024),
     "summary": Preset("Summarize the document in one or two sentences.", 192),
     "fields": Preset(
         "Give the fields of the document as JSON.", 512, json.dumps(FIELDS_SCHEMA, separators=(",", ":"))

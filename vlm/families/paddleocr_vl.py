@@ -136,7 +136,12 @@ FAMILY = Family(
     preprocess=preprocess,
     image_format=image_format,
     visual_names=visual_names,
-    prompts={"text": "OCR:"},
+    prompts={
+        "text": "OCR:",
+        "table": "Table Recognition:",
+        "formula": "Formula Recognition:",
+        "chart": "Chart Recognition:",
+    },
     text_names=TextNames(
         prefixes=("model.language_model.", "model."),
         others=("visual.", "model.visual.", "mlp_AR.", "model.projector."),

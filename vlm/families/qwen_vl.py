@@ -225,6 +225,7 @@ QWEN2_VL = Family(
     sizes=(
         Size("Qwen/Qwen2-VL-2B-Instruct", "2B", _QWEN),
         Size("Qwen/Qwen2-VL-7B-Instruct", "7B", _QWEN),
+        Size("opendatalab/MinerU2.5-2509-1.2B", "1.2B", "AGPL-3.0"),
     ),
     tied_default=None,
     text_type="qwen2_vl_text",
@@ -243,6 +244,7 @@ QWEN2_5_VL = Family(
         Size("Qwen/Qwen2.5-VL-3B-Instruct", "3B", "Qwen Research"),
         Size("Qwen/Qwen2.5-VL-7B-Instruct", "7B", _QWEN),
         Size("allenai/olmOCR-2-7B-1025", "7B", _QWEN),
+        Size("nanonets/Nanonets-OCR2-3B", "3B", "none stated; Qwen2.5-VL-3B: Qwen Research"),
     ),
     tied_default=None,
     text_type="qwen2_5_vl_text",
