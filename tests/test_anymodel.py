@@ -218,6 +218,20 @@ def test_a_stop_string_is_seen_across_tokens_and_not_shown(cut: int, benches: di
     assert bench.events[-1].reason == "stop"
 
 
+def test_end_tokens_end_an_answer_once_it_has_its_fewest_tokens(benches: dict[str, Bench]) -> None:
+    bench = benches["molmo2"]
+    bench.events.clear()
+    bench.answer("what is this?", picture(9))
+    stop = bench.ids("r0")[2]
+    for least in (0, 5):
+        params = replace(GREEDY, stop_token_ids=(stop,), min_tokens=least)
+        bench.events.clear()
+        bench.answer("what is this?", picture(9), params=params)
+        told = bench.ids("r0")
+        assert stop not in told[:least] and len(told) >= least
+        assert least or told.index(stop) == len(told) - 1 <= 2
+
+
 def test_a_seed_repeats_its_answer_and_others_differ(benches: dict[str, Bench]) -> None:
     def drawn(seed: int) -> str:
         params = replace(GREEDY, temperature=1.5, seed=seed)

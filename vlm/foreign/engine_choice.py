@@ -15,7 +15,6 @@ from vlm.families.registry import find_family
 from vlm.model_source import ModelSource
 
 _NAMES = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-RUNS = "transformers: no family claims it"
 
 
 @cache

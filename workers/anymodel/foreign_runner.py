@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 BAD_PIXELS = ("image_processing_failed", "The image could not be processed.")
 FAULT = ("internal_error", "The engine failed while it worked on this request.")
 TAKES = (
-    "max_tokens, stop, temperature, top_k, top_p, min_p, seed, penalties, logit_bias, logprobs, ignore_eos "
+    "max_tokens, min_tokens, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed, penalties, logit_bias, logprobs, ignore_eos "
     "and skip_special_tokens"
 )
 
@@ -197,10 +197,9 @@ class ForeignRunner:
         if answer.thread is None:
             self._begin(answer)
             return
-        assert answer.row is not None and answer.sampler is not None
+        assert answer.row is not None
         row = answer.row
-        token = answer.sampler.sample(row, answer.num_tokens)
-        answer.sampler.observe(token)
+        token = self._draw(answer, row)
         answer.num_tokens += 1
         self._counts["generated_tokens"] += 1
         if answer.num_tokens == 1:
@@ -212,6 +211,22 @@ class ForeignRunner:
         answer.row = answer.thread.resume(token)
         if answer.row is None:  # transformers itself ended it
             self._finish(answer, "length")
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an answer."""
+        own: frozenset[int] = frozenset() if params.ignore_eos else self._tokenizer.eos_ids
+        return own | frozenset(params.stop_token_ids)
+
+    def _draw(self, answer: _Answer, row: np.ndarray) -> int:
+        assert answer.sampler is not None
+        params, mask = answer.request.params, None
+        if answer.num_tokens < params.min_tokens:
+            ends = self._tokenizer.eos_ids | frozenset(params.stop_token_ids)
+            mask = np.ones(self._vocab_size, bool)
+            mask[[end for end in ends if end < self._vocab_size]] = False
+        token = answer.sampler.sample(row, answer.num_tokens, mask)
+        answer.sampler.observe(token)
+        return token
 
     def _begin(self, answer: _Answer) -> None:
         """The prompt is computed. Raises RequestError."""
@@ -245,7 +260,7 @@ class ForeignRunner:
         assert answer.prompt is not None
         reason: FinishReason | None = None
         text, stopped = "", False
-        if token in self._tokenizer.eos_ids and not params.ignore_eos:
+        if token in self._ends(params):
             reason = "stop"
         else:
             text, stopped = answer.text.push(token)
