@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
+import json
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 from checkpoint_case import reference
 from foreign_checkpoints import FOREIGN_CASES, make_foreign
+from live_serve import vlm_serve
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -346,3 +349,34 @@ def test_a_killed_engine_process_comes_back_and_answers_alike(
     asyncio.run(main())
     notices = [line for line in capfd.readouterr().err.splitlines() if "no family claims" in line]
     assert len(notices) == 1
+
+
+@pytest.mark.slow
+def test_serve_answers_streams_and_says_what_it_can_not_tell_or_do(
+    folders: dict[str, Path], benches: dict[str, Bench], tmp_path: Path
+) -> None:
+    question = {"type": "text", "text": "what is this?"}
+    url = "data:image/png;base64," + base64.b64encode(picture(3)).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, question]
+    chat = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 12}
+    chat |= {"ignore_eos": True, "skip_special_tokens": False, "temperature": 0}
+    engine = {"model": str(folders["molmo2"])}
+    with vlm_serve(tmp_path, engine=engine, model_name="m") as live, live.client() as client:
+        whole = client.post("/v1/chat/completions", json=chat).json()
+        lines = client.post("/v1/chat/completions", json=chat | {"stream": True}).text.splitlines()
+        refused = client.post("/v1/chat/completions", json=chat | {"guided_regex": "a+"}).json()
+        estimate = client.post("/v1/estimate", json={"model": "m", "messages": chat["messages"]})
+        metrics = client.get("/metrics")
+    bench = benches["molmo2"]
+    bench.events.clear()
+    assert whole["choices"][0]["message"]["content"] == bench.answer("what is this?", picture(3))
+    usage = bench.events[-1].usage
+    assert whole["usage"]["prompt_tokens"] == usage.prompt_tokens
+    assert whole["usage"]["prompt_tokens_details"]["image_tokens"] == usage.image_tokens
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert told == whole["choices"][0]["message"]["content"]
+    assert refused["error"]["param"] == "regex"
+    assert estimate.status_code == 400 and estimate.json()["error"]["code"] == "cost_unknown"
+    assert metrics.status_code == 200
+    assert sum("no family claims model_type molmo2" in line for line in live.log) == 1

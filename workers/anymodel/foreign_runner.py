@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 BAD_PIXELS = ("image_processing_failed", "The image could not be processed.")
 FAULT = ("internal_error", "The engine failed while it worked on this request.")
 TAKES = (
-    "max_tokens, min_tokens, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed, penalties, logit_bias, logprobs, ignore_eos "
-    "and skip_special_tokens"
+    "max_tokens, min_tokens, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed, penalties, "
+    "logit_bias, logprobs, ignore_eos and skip_special_tokens"
 )
 
 
