@@ -258,8 +258,8 @@ def test_special_tokens_are_left_out_of_the_text_unless_they_are_asked_for(bench
         ("n", {"n": 2}),
         ("beam_width", {"beam_width": 2}),
         ("prompt_logprobs", {"prompt_logprobs": 1}),
-        ("json_schema", {"constraint": ("json_schema", "{}")}),
-        ("regex", {"constraint": ("regex", "a")}),
+        ("response_format", {"constraint": ("json_schema", "{}")}),
+        ("guided_regex", {"constraint": ("regex", "a")}),
     ],
 )
 def test_what_transformers_can_not_do_is_refused_by_its_name(
@@ -376,7 +376,7 @@ def test_serve_answers_streams_and_says_what_it_can_not_tell_or_do(
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     assert told == whole["choices"][0]["message"]["content"]
-    assert refused["error"]["param"] == "regex"
+    assert refused["error"]["param"] == "guided_regex"
     assert estimate.status_code == 400 and estimate.json()["error"]["code"] == "cost_unknown"
     assert metrics.status_code == 200
     assert sum("no family claims model_type molmo2" in line for line in live.log) == 1

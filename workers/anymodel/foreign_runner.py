@@ -41,6 +41,7 @@ TAKES = (
     "max_tokens, min_tokens, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed, penalties, "
     "logit_bias, logprobs, ignore_eos and skip_special_tokens"
 )
+_CONSTRAINTS = {"regex": "guided_regex", "grammar": "guided_grammar"}  # others come by response_format
 
 
 def check_supported(params: SamplingParams) -> None:
@@ -49,7 +50,8 @@ def check_supported(params: SamplingParams) -> None:
         "n": params.n > 1,
         "beam_width": params.beam_width > 1,
         "prompt_logprobs": params.prompt_logprobs is not None,
-        params.constraint[0] if params.constraint else "constraint": params.constraint is not None,
+        _CONSTRAINTS.get((params.constraint or ("", ""))[0], "response_format"): params.constraint
+        is not None,
     }
     for name, is_asked in named.items():
         if is_asked:
