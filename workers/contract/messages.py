@@ -90,7 +90,8 @@ def _request(value: dict[str, Any]) -> Request:
         note_dropped("field", f"Request.{name}")
     params = known_fields(SamplingParams, value["params"])
     params["logit_bias"] = tuple((int(t), float(b)) for t, b in params.get("logit_bias", ()))
-    params["stop"] = tuple(params.get("stop", ()))
+    for name in ("stop", "stop_token_ids"):
+        params[name] = tuple(params.get(name, ()))
     if params.get("constraint") is not None:
         kind, text = params["constraint"]
         params["constraint"] = (kind, text)
