@@ -168,7 +168,7 @@ def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="A checkpoint's hub id.")],
     as_json: Json = False,
 ) -> None:
-    """Download a checkpoint from the hub; a download that broke goes on where it stopped.
+    """Download a checkpoint from the hub; files that arrived whole are kept when it breaks.
 
     HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to other tools.
 
