@@ -131,6 +131,10 @@ class ForeignSpec:
                 return found
         return _DEFAULT_CONTEXT
 
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
     def preprocess_spec(self, detail: Detail) -> PreprocessSpec:
         """Raises RequestError for a detail that is asked for."""
         if detail != "auto":
