@@ -256,12 +256,14 @@ def _explained(model: HubId) -> Iterator[None]:
     except _unreachable() as error:
         raise HubError(
             f"the connection to the hub broke while {model} was fetched ({type(error).__name__}); run the "
-            "same command again: it goes on where it stopped"
+            "same command again: files that are whole are kept"
         ) from None
     except OSError as error:
-        raise HubError(
-            f"{model} can't be stored in the hub's cache: {error.strerror or 'disk error'}"
-        ) from None
+        if error.errno is None:  # huggingface_hub's check of a file's size
+            raise HubError(
+                f"a file of {model} arrived damaged: its size is not the hub's; try again"
+            ) from None
+        raise HubError(f"{model} can't be stored in the hub's cache: {error.strerror}") from None
 
 
 __all__ = ["Hub", "HubError", "HubId", "cached_repo", "missing_files", "parse_hub_id"]
