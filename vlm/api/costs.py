@@ -101,7 +101,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
     service = service_of(request)
     check_model(body.model, service.model_name)
     tokenizer = service.pipeline.spec.tokenizer
-    if any(token >= service.pipeline.spec.decoder.vocab_size for token in body.tokens):
+    if any(token >= service.pipeline.spec.vocab_size for token in body.tokens):
         raise invalid("invalid_value", "A token id is outside the vocabulary.", "tokens")
     text = await asyncio.get_running_loop().run_in_executor(
         service.parsers, lambda: tokenizer.decode(body.tokens, skip_special=False)
