@@ -78,7 +78,7 @@ def knee(points: Sequence[RatePoint]) -> float:
 
 async def rising(at: Callable[[float], Awaitable[RatePoint]], rates: Sequence[float]) -> list[RatePoint]:
     """Points at `rates`, ascending, and beyond the last while it is kept: a knee lies between two rates."""
-    points = []
+    points: list[RatePoint] = []
     beyond = [rates[-1] * STRIDE**step for step in range(1, MOST_BEYOND + 1)]
     for number, rate in enumerate([*rates, *beyond]):
         if number >= len(rates) and not points[-1].is_kept:
