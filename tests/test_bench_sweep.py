@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from PIL import Image
 from vlm.bench.harness.load_client import Sample
 from vlm.bench.serving.chart import plot_sweep
 from vlm.bench.serving.mix import QUESTIONS, REUSE, SLO_TTFT_MS, FreshMix, picture, stamped
-from vlm.bench.serving.sweep import POOL, RatePoint, endless_keys, knee, rate_point
+from vlm.bench.serving.sweep import POOL, RatePoint, endless_keys, knee, rate_point, rising
 
 
 def answered(sent: float, ttft_s: float, encode_ms: float = 0.0) -> Sample:
@@ -67,6 +68,15 @@ def test_the_knee_is_the_last_rate_before_the_first_that_is_not_kept() -> None:
     points = [point(10, 10), point(40, 20), point(20, 19), point(50, 49), point(30, 28)]
     assert knee(points) == 30
     assert knee([replace(points[0], goodput_rps=1)]) == 0
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(15, 2), (20, 3), (26, 4), (1e9, 8)])
+def test_rates_rise_until_one_is_not_kept(limit: float, tried: int) -> None:
+    async def at(rate: float) -> RatePoint:
+        return point(rate, min(rate, limit * 0.9))
+
+    points = asyncio.run(rising(at, [10, 20]))
+    assert len(points) == tried and points[-1].is_kept == (limit > 1e6)
 
 
 def test_the_chart_is_a_png(tmp_path: Path) -> None:

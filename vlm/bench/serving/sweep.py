@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ CLIENTS = 16  # of the closed loop that finds the mix's capacity
 FRACTIONS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)  # of it
 QUICK_FRACTIONS = (0.4, 0.8, 1.2)
 KEPT = 0.9  # of the offered rate has to be goodput up to the knee
+STRIDE = 1.25  # between rates beyond the last of these
+MOST_BEYOND = 6
 BELOW_KNEE = 0.7
 UNLOADED = 60  # requests, one at a time
 POOL = 50  # images that are asked about in turns
@@ -72,6 +74,18 @@ def knee(points: Sequence[RatePoint]) -> float:
     ordered = sorted(points, key=lambda point: point.offered_rps)
     kept = list(itertools.takewhile(lambda point: point.is_kept, ordered))
     return kept[-1].offered_rps if kept else 0.0
+
+
+async def rising(at: Callable[[float], Awaitable[RatePoint]], rates: Sequence[float]) -> list[RatePoint]:
+    """Points at `rates`, ascending, and beyond the last while it is kept: a knee lies between two rates."""
+    points: list[RatePoint] = []
+    beyond = [rates[-1] * STRIDE**step for step in range(1, MOST_BEYOND + 1)]
+    for number, rate in enumerate([*rates, *beyond]):
+        if number >= len(rates) and not points[-1].is_kept:
+            break
+        say(f"serve: the mix at {rate:.0f} requests a second")
+        points.append(await at(rate))
+    return points
 
 
 def endless_keys() -> Iterator[int]:
@@ -126,10 +140,8 @@ async def sweep(
     run = Sweep(server, 5.0 if quick else 15.0)
     await run.at(20.0)  # so that nothing below is the first of its kind
     unloaded, most = await run.unloaded(), await run.capacity()
-    points = []
-    for fraction in QUICK_FRACTIONS if quick else FRACTIONS:
-        say(f"serve: the mix at {fraction * most:.0f} requests a second")
-        points.append(await run.at(fraction * most))
+    fractions = QUICK_FRACTIONS if quick else FRACTIONS
+    points = await rising(run.at, [fraction * most for fraction in fractions])
     found = knee(points)
     about = {**about, "mix": f"{REUSE - 1} in {REUSE} warm"}
     results = {
