@@ -39,6 +39,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     spans: tuple[ImageSpan, ...] = ()
+    text: str | None = None  # for an engine that makes ids of its own; they are then a lower bound of those
 
     @property
     def num_tokens(self) -> int:

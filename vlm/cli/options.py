@@ -64,6 +64,10 @@ MaxPixels = Annotated[
         "Largest image for models that take it whole, as Qwen-VL does; larger ones are shrunk. 0: by device.",
     ),
 ]
+EngineChoice = Annotated[
+    Literal["auto", "native", "transformers"],
+    typer.Option(help="What runs the model. auto: transformers where no family claims it."),
+]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 

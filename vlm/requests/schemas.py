@@ -199,6 +199,20 @@ class TokenizeRequest(Lenient):
     text: str | None = Field(None, max_length=200_000)
 
 
+class PlainTokenizeRequest(Lenient):
+    """As vLLM's and llama.cpp's: a chat, or a text by either name."""
+
+    model: str | None = Field(None, max_length=256)
+    messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: str | None = Field(None, max_length=200_000)
+    content: str | None = Field(None, max_length=200_000)
+
+
+class DetokenizeRequest(Lenient):
+    model: str | None = Field(None, max_length=256)
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(max_length=1_000_000)
+
+
 class EstimateRequest(Lenient):
     model: str | None = Field(None, max_length=256)
     messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
