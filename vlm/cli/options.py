@@ -32,8 +32,8 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 Model = Annotated[
     str,
     typer.Option(
-        help="A checkpoint directory, a hub id (ORG/NAME or ORG/NAME@REVISION), open_clip:TOWER:DECODER, or "
-        "'default'."
+        help="A checkpoint directory, a hub id (ORG/NAME or ORG/NAME@REVISION), "
+        "open_clip:TOWER[@PRETRAINED]:DECODER, or 'default'."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
