@@ -29,6 +29,8 @@ from llm.text_config import ConfigError
 from preprocess.stage import preprocess
 from preprocess.wire import to_bytes
 from vlm.build import build_local_pipeline
+from vlm.cli.errors import CommandError
+from vlm.cli.tokens import show_tokens
 from vlm.config import DEFAULT_MODEL, EngineOptions, SettingsError
 from vlm.foreign.engine_choice import takes_transformers, transformers_types
 from vlm.foreign.foreign_engine import build_foreign_runner
@@ -304,6 +306,12 @@ def test_the_engine_is_chosen_by_family_and_by_what_transformers_has(folders: di
     assert not choice(folders["mllama"], engine="native")
     with pytest.raises(SettingsError, match="weights must be auto"):
         choice(folders["mllama"], weights="int8")
+
+
+def test_the_cost_of_an_image_is_said_to_be_unknown(folders: dict[str, Path]) -> None:
+    options = EngineOptions(model=str(folders["mllama"]))
+    with pytest.raises(CommandError, match="can't be told ahead for this model"):
+        show_tokens([Path(DEFAULT_MODEL).parent / "samples" / "shapes.png"], options, "auto", as_json=True)
 
 
 def test_a_folder_with_pickled_weights_or_code_of_its_own_is_not_loaded(
