@@ -323,6 +323,19 @@ def test_a_folder_with_pickled_weights_or_code_of_its_own_is_not_loaded(
         Bench(tmp_path)
 
 
+@pytest.mark.parametrize("layers", [4, 400])
+def test_weights_that_a_checkpoint_lacks_are_missed_and_not_drawn(
+    layers: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["molmo2"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = layers
+    config["text_config"]["rope_scaling_layers"] = list(range(layers))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"its files (lack|hold)"):
+        Bench(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_killed_engine_process_comes_back_and_answers_alike(
     folders: dict[str, Path], capfd: pytest.CaptureFixture[str]

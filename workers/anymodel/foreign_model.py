@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
     GenerationConfig,
@@ -20,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from encoder.tensor_files import CheckpointError, read_index
 from llm.decoder_config import ConfigError
 from llm.request import RequestError, VisualKey
 from workers.anymodel.answer_thread import AnswerThread
@@ -70,9 +73,17 @@ class ForeignModel:
             self._processor = AutoProcessor.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-            self._model = AutoModelForImageTextToText.from_pretrained(
-                directory, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+            _check_size(Path(directory))
+            self._model, loaded = AutoModelForImageTextToText.from_pretrained(
+                directory,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+            if lost := sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"]))):
+                raise CheckpointError(f"its files lack {len(lost)} tensors, among them {lost[0]:.80}")
         except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
             reason = str(error).strip().partition("\n")[0][:300]
             raise ConfigError(f"transformers can't load the checkpoint: {reason}") from error
@@ -237,6 +248,22 @@ class _Chooser(LogitsProcessor):
         chosen = torch.full_like(scores, -torch.inf)
         chosen[0, token] = 0.0
         return chosen
+
+
+def _check_size(directory: Path) -> None:
+    """Before memory is taken for it: transformers draws the weights that a checkpoint lacks at random.
+
+    Raises CheckpointError where the files hold much less than the model that config.json describes.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:  # several weights in an element
+        return
+    held = sum(math.prod(entry.shape) for entry in read_index(directory).values())
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    if held < 0.9 * needed:
+        raise CheckpointError(f"its files hold {held} weights, and the model of its config.json has {needed}")
 
 
 def _only_text(inputs: dict[str, Any]) -> dict[str, Any]:
