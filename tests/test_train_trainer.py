@@ -106,7 +106,7 @@ def test_questions_stay_within_the_token_limit(template: Path) -> None:
     mix, levels = {"invoice": 1.0}, dict.fromkeys(KINDS, 1.0)
     for index in range(30):
         document, rng = draw(index, 0, mix, levels)
-        chosen = choose_questions(rng, document, builder)
+        chosen = choose_questions(rng, document, builder).questions
         tokens = sum(len(part) for q in chosen for part in builder.segment(q.text, q.answer))
         assert chosen
         assert len(chosen) == 1 or tokens <= 150
