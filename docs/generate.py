@@ -102,7 +102,10 @@ def families_table() -> str:
     lines = ["| family | `model_type` | checkpoints, with their sizes and licences |\n|---|---|---|\n"]
     for row in family_rows():
         sizes = "; ".join(f"{size['repo']} ({size['params']}, {size['licence']})" for size in row["sizes"])
-        lines.append(f"| {row['title']} | {', '.join(row['model_types'])} | {sizes} |\n")
+        types = ", ".join(row["model_types"])
+        if row["engine"] == "transformers":
+            types, sizes = "those that `vlm families --json` lists", "run by transformers, in safetensors"
+        lines.append(f"| {row['title']} | {types} | {sizes} |\n")
     return "".join(lines)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder.encoder_config import Arithmetic, EncoderConfig
+from encoder.openclip import LOCAL_DIR
 from encoder.tensor_files import TensorEntry, read_header, read_index
 from encoder.tensor_names import VisualNames
 
@@ -86,4 +87,5 @@ def open_clip_revision(
     """As `encoder_revision`, for an open_clip tower: what has no file comes from the seed."""
     trunk = open_clip_trunk(pretrained) if pretrained is not None else {}
     joined = read_header(connector_weights) if connector_weights is not None else {}
+    name = LOCAL_DIR if name.startswith(LOCAL_DIR) else name  # one key on all machines
     return revision_of(config, trunk | joined, "open_clip", name, str(seed))

@@ -107,7 +107,7 @@ class Committer:
             return
         if group.beam is not None:
             beams.setdefault(id(group), (group, []))[1].append(rows[-1])
-        elif seq.sampler.is_plain_greedy and group.width == 1 and seq.matcher is None:
+        elif group.width == 1 and self._is_plain(group, seq):
             self._accept(group, seq, best[-1], rows[len(rows) - 1 :], now, events)
         else:
             self._draw(group, seq, rows[len(rows) - 1 :], now, events)
@@ -123,13 +123,12 @@ class Committer:
         was written for wrong guesses lies beyond `num_computed` and is written again."""
         group, seq, speculation = pick.group, pick.seq, self._scheduler.speculation
         draft, seq.draft = (*seq.draft, None), ()
-        is_plain = seq.sampler.is_plain_greedy and seq.matcher is None
         num_accepted = 0
         for index, (guess, likeliest) in enumerate(zip(draft, best, strict=True)):
             row = rows[index : index + 1]
             seq.num_computed += 1
             self._scheduler.prefixes.publish(group, seq)
-            token_id = likeliest if is_plain else self._sample(group, seq, row)
+            token_id = likeliest if self._is_plain(group, seq) else self._sample(group, seq, row)
             num_accepted += token_id == guess
             if self._accept(group, seq, token_id, row, now, events) or token_id != guess:
                 break
@@ -170,12 +169,31 @@ class Committer:
             return
         self._accept(group, seq, self._sample(group, seq, row), row, now, events)
 
+    @staticmethod
+    def _is_plain(group: Group, seq: Sequence) -> bool:
+        """The likeliest token is the next one, whatever it is."""
+        too_short = seq.num_generated < group.request.params.min_tokens
+        return seq.sampler.is_plain_greedy and seq.matcher is None and not too_short
+
+    def _without_ends(self, group: Group, seq: Sequence, mask: np.ndarray | None) -> np.ndarray:
+        """A mask without end tokens, unless a grammar leaves nothing else."""
+        allowed = np.ones(seq.sampler.vocab_size, bool) if mask is None else mask.copy()
+        ends = (*self._eos_ids, *group.request.params.stop_token_ids)
+        allowed[[end for end in ends if end < len(allowed)]] = False
+        return allowed if mask is None or allowed.any() else mask
+
     def _sample(self, group: Group, seq: Sequence, row: Logits) -> int:
         """`row`: the logits of one row."""
         mask = None
         if seq.matcher is not None:
             mask = seq.matcher.mask(ignore_eos=group.request.params.ignore_eos)
-        elif seq.sampler.num_candidates and (top := largest(row, 0, seq.sampler.num_candidates)):
+        if seq.num_generated < group.request.params.min_tokens:
+            mask = self._without_ends(group, seq, mask)
+        if (
+            mask is None
+            and seq.sampler.num_candidates
+            and (top := largest(row, 0, seq.sampler.num_candidates))
+        ):
             return seq.sampler.sample_among(*top, seq.num_generated)
         return seq.sampler.sample(row[0], seq.num_generated, mask)
 
@@ -204,7 +222,9 @@ class Committer:
         group.last_token_s = now
         reason: FinishReason | None = None
         text, stopped = "", False
-        if token_id in self._eos_ids and (not params.ignore_eos or seq.matcher is not None):
+        if (
+            token_id in self._eos_ids and (not params.ignore_eos or seq.matcher is not None)
+        ) or token_id in params.stop_token_ids:
             reason = "stop"
         else:
             if seq.matcher is not None:

@@ -39,6 +39,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     spans: tuple[ImageSpan, ...] = ()
+    text: str | None = None  # for an engine that makes ids of its own; they are then a lower bound of those
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +75,8 @@ class SamplingParams:
     n: int = 1
     beam_width: int = 1  # above 1: beam search, which excludes sampling
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # end an answer, as end tokens do
+    min_tokens: int = 0  # before which no end token may come
     ignore_eos: bool = False
     logprobs: int | None = None  # None is off; k gives the chosen token and the k likeliest
     prompt_logprobs: int | None = None

@@ -45,11 +45,14 @@ def etag(name: str, data: bytes) -> str:
 
 
 class LocalHub:
-    """Faults: a body dies after `die_after[name]` bytes, once; `lies[name]` are sent for the true bytes."""
+    """Faults: a body dies after `die_after[name]` bytes, once; after `hold_after[name]` it stops, once, with
+    the connection open until `let_go` is set; `lies[name]` are sent for the true bytes."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.die_after: dict[str, int] = {}
+        self.hold_after: dict[str, int] = {}
+        self.held, self.let_go = threading.Event(), threading.Event()
         self.lies: dict[str, bytes] = {}
         self.gets: Counter[str] = Counter()
         self.ranges: list[tuple[str, str]] = []
@@ -78,6 +81,7 @@ class LocalHub:
         try:
             yield self
         finally:
+            self.let_go.set()
             self._server.shutdown()
             self._server.server_close()
             thread.join()
@@ -133,8 +137,11 @@ class LocalHub:
             start, status = int(wanted[1]), 206
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
             body = body[start:]
-        dies = self.die_after.pop(name, None) if with_body else None
-        self._send(request, status, body, headers, with_body, dies)
+        ends = self.hold_after.pop(name, None) if with_body else None
+        holds = ends is not None
+        if with_body and not holds:
+            ends = self.die_after.pop(name, None)
+        self._send(request, status, body, headers, with_body, ends, holds)
 
     def _refuse(
         self, request: BaseHTTPRequestHandler, status: int, code: str, with_body: bool, commit: str = ""
@@ -151,7 +158,8 @@ class LocalHub:
         body: bytes,
         headers: dict[str, str],
         with_body: bool,
-        dies: int | None = None,
+        ends: int | None = None,
+        holds: bool = False,
     ) -> None:
         request.send_response(status)
         for key, value in headers.items():
@@ -159,9 +167,12 @@ class LocalHub:
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         if with_body:
-            request.wfile.write(body[:dies])
-        if dies is not None:
+            request.wfile.write(body[:ends])
+        if ends is not None:
             request.wfile.flush()
+            if holds:
+                self.held.set()
+                self.let_go.wait()
             request.close_connection = True
             request.connection.shutdown(2)
 

@@ -186,4 +186,32 @@ MUTATIONS = [
         "",
         ("test_dependencies.py::test_what_is_imported_is_declared",),
     ),
+    Mutation(
+        "the kernel lets a row see one key too many",
+        "llm/backend/cuda/paged_attention.py",
+        "seen = key[None, :] < bound[:, None]",
+        "seen = key[None, :] <= bound[:, None]",
+        ("test_paged_attention.py::test_attention_is_that_of_the_torch_backend_on_any_shapes",),
+    ),
+    Mutation(
+        "padding of a captured step writes to the first block",
+        "llm/backend/cuda/paged_backend.py",
+        "self._spare_slot = num_blocks * block_size",
+        "self._spare_slot = 0",
+        ("test_cuda_steps.py::test_padding_of_a_bucket_touches_no_block_of_anybodys",),
+    ),
+    Mutation(
+        "a pinned buffer is written while it may still be copied",
+        "llm/backend/cuda/step_batch.py",
+        "            pending.synchronize()\n",
+        "            pass\n",
+        ("test_cuda_steps.py::test_a_step_is_read_as_it_was_written_however_late_it_is_copied",),
+    ),
+    Mutation(
+        "the tower's arithmetic is left out of the encoder's revision",
+        "encoder/revision.py",
+        'if arithmetic == "float32":',
+        "if True:",
+        ("test_encoder_arithmetic.py::test_every_part_that_makes_a_key_knows_the_arithmetic",),
+    ),
 ]

@@ -94,13 +94,9 @@ def test_a_damaged_image_is_named_by_its_place(client: httpx.Client, stream: boo
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("guided_json", {"type": "object"}),
-        ("guided_choice", ["a", "b"]),
-        ("structured_outputs", {"regex": "a+"}),
         ("grammar", "root ::= [a-z]"),
-        ("json_schema", {"type": "object"}),
-        ("min_tokens", 5),
-        ("stop_token_ids", [1]),
+        ("bad_words", ["a"]),
+        ("chat_template", "{{ messages }}"),
         ("continue_final_message", True),
     ],
 )

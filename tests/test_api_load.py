@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from vlm.bench.harness.server_process import served
-from vlm.bench.serve_bench import concurrent_load, percentile, poisson
+from vlm.bench.serve_bench import concurrent_load
+from vlm.bench.serving.mix import percentile, poisson
 
 SECONDS = float(os.environ.get("VLM_LOAD_SECONDS", "60"))
 

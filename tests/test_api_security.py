@@ -57,7 +57,7 @@ def all_routes(app: Any) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-OPEN_PATHS = {"/", "/static/{name}", "/health", "/health/live", "/health/ready"}
+OPEN_PATHS = {"/", "/static/{name}", "/health", "/health/live", "/health/ready", "/ping", "/version"}
 
 
 def test_every_route_asks_for_a_key_but_the_named_few(locked: LiveServer) -> None:

@@ -52,6 +52,7 @@ ROOMS = {
     "workers.contract": set(),
     "workers.children": {"workers.contract"},
     "workers.local": {"workers.contract", "workers.children"},
+    "workers.anymodel": {"workers.contract"},
     "workers.cluster": {"workers.contract"},
     "workers.cluster.node": {"workers.contract", "workers.cluster"},
     "workers.cluster.worker": {"workers.contract", "workers.children", "workers.local", "workers.cluster"},

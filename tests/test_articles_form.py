@@ -15,6 +15,7 @@ from fidelity import DEFAULT_MODEL
 from PIL import Image
 
 from encoder import openclip
+from encoder.encoder_config import TowerConfig
 from llm.request import Delta, Finished, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.stage import preprocess
@@ -25,6 +26,7 @@ from vlm.pipeline import ChatMessage, ImageInput
 from vlm.spec import ModelSpec
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+REPO = "timm/narrow"
 NAME = "ViT-SO400M-14-SigLIP-384"
 
 
@@ -51,8 +53,9 @@ def decoder_directory(path: Path) -> Path:
 @pytest.fixture
 def narrow_tower(monkeypatch: pytest.MonkeyPatch) -> str:
     """SO400M/14-384's shape with 1/18 of its width and two of its layers."""
-    monkeypatch.setitem(openclip._SIZES, "narrow", (64, 2, 4, 96))
-    monkeypatch.setitem(openclip._TOWERS, "narrow", ("narrow", 14, 384, "gelu"))
+    index = openclip.index()
+    monkeypatch.setitem(index.trunks, "narrow", TowerConfig(64, 2, 4, 96, 384, 14, "gelu"))
+    monkeypatch.setitem(index.towers, "narrow", openclip.NamedTower("narrow", {"some-tag": REPO}))
     return "narrow"
 
 

@@ -19,7 +19,7 @@ from vlm.loading import load_backend
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     "native": {"backend": "native"},
-    "triton": {"backend": "torch", "attention": "triton"},
+    "triton": {"backend": "torch", "attention": "triton"},  # interpreted, some hundred times as slow
 }
 SHAPES = ("llama_group3_llama3_rope", "llama_yarn_odd_sizes", "qwen3_attention_bias", "mistral_sliding")
 INTERPRETED = ("mistral_sliding",)  # the others' ropes and norms are not the kernel's

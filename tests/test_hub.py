@@ -231,9 +231,9 @@ def test_the_environment_means_what_it_means_to_other_tools(hub: LocalHub, tmp_p
 
 
 def test_a_model_that_no_family_claims_is_named_with_the_nearest(hub: LocalHub, tmp_path: Path) -> None:
-    hub.repos[NAME].files["config.json"] = b'{"model_type": "idefics2"}'
+    hub.repos[NAME].files["config.json"] = b'{"model_type": "idefics9"}'
     done = vlm(hub, tmp_path, "ask", SAMPLE, "x", "--model", NAME)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("vlm: ") and "model_type idefics2 is not supported" in last
+    assert last.startswith("vlm: ") and "model_type idefics9 is not supported" in last
     assert "idefics3" in done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from llm.backend.cuda.paged_attention import IDLE, paged_attention
@@ -24,7 +24,7 @@ def pool_of(rng: torch.Generator, *shape: int, int8: bool) -> LayerKv:
     return LayerKv(values, scales, torch.float32)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=25, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
 @given(
     chunks=st.lists(st.tuples(st.integers(1, 37), st.integers(0, 90)), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),

@@ -1,34 +1,22 @@
+import json
+
 import open_clip
 import pytest
-import timm
 import torch
+from scripts_of import load_script
 
 from encoder.connector import build_connector
-from encoder.encoder_config import ConnectorConfig, EncoderConfig, EncoderConfigError, TowerConfig
-from encoder.openclip import open_clip_names, open_clip_tower
+from encoder.encoder_config import ConnectorConfig, EncoderConfig, EncoderConfigError
+from encoder.openclip import INDEX, open_clip_tower
 from encoder.tower import Tower, activate, attend
+
+script = load_script("docs/openclip_index.py")
 
 
 def trunk_of(name: str, **sizes: int) -> torch.nn.Module:
     """The timm model that open_clip's config names, built as open_clip's TimmModel does."""
     vision = open_clip.get_model_config(name)["vision_cfg"]
-    return timm.create_model(
-        vision["timm_model_name"], num_classes=0, global_pool=vision["timm_pool"], **sizes
-    )
-
-
-def config_of(trunk: torch.nn.Module) -> TowerConfig:
-    block = trunk.blocks[0]
-    return TowerConfig(
-        width=trunk.embed_dim,
-        num_layers=len(trunk.blocks),
-        num_heads=block.attn.num_heads,
-        intermediate=block.mlp.fc1.out_features,
-        image_size=trunk.patch_embed.img_size[0],
-        patch_size=trunk.patch_embed.patch_size[0],
-        activation={"GELU": "gelu", "GELUTanh": "gelu_tanh"}[type(block.mlp.act).__name__],
-        norm_eps=trunk.norm.eps,
-    )
+    return script.build_trunk(vision["timm_model_name"], vision["timm_pool"], **sizes)
 
 
 def randomise(module: torch.nn.Module, seed: int) -> None:
@@ -43,7 +31,7 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
 
 def tower_like(trunk: torch.nn.Module) -> Tower:
     """Our tower with the trunk's weights by timm's own names: none missing, only the pooling left over."""
-    tower = Tower(config_of(trunk))
+    tower = Tower(script.config_of(trunk))
     state = {key: value for key, value in trunk.state_dict().items() if not key.startswith("attn_pool.")}
     tower.load_state_dict(state, strict=True)
     return tower.eval()
@@ -85,25 +73,9 @@ def test_the_real_so400m_trunk_equals_open_clips() -> None:
     assert relative(ours, theirs) <= 1e-5
 
 
-FAMILIES = {
-    "ViT-B-32-SigLIP2-256",
-    "ViT-L-16-SigLIP2-512",
-    "ViT-SO400M-14-SigLIP-384",
-    "ViT-gopt-16-SigLIP2-256",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in open_clip_names()],
-)
-def test_a_named_open_clip_tower_has_the_sizes_timm_builds(name: str) -> None:
-    with torch.device("meta"):
-        trunk = trunk_of(name)
-        ours = Tower(open_clip_tower(name))
-    assert open_clip_tower(name) == config_of(trunk)
-    theirs = {key: value.shape for key, value in trunk.state_dict().items() if "attn_pool" not in key}
-    assert {key: value.shape for key, value in ours.state_dict().items()} == theirs
+@pytest.mark.slow
+def test_the_index_is_what_open_clips_registry_and_timm_say() -> None:
+    assert json.loads(INDEX.read_text()) == script.build()
 
 
 def test_an_unknown_tower_is_an_error_that_lists_the_names() -> None:

@@ -20,6 +20,8 @@ from preprocess.types import Variant
 from vlm.arithmetic import settled
 from vlm.checkpoint import Checkpoint
 from vlm.config import MEBIBYTE, EngineOptions, ServeConfig, SettingsError
+from vlm.foreign.engine_choice import notice, takes_transformers
+from vlm.foreign.foreign_spec import ForeignSpec
 from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
 from vlm.pipeline import Pipeline
 from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
@@ -29,7 +31,7 @@ from workers.children.grammar_process import GrammarProcess
 from workers.cluster.visual_store import VisualFormat
 from workers.contract.engine_client import EngineClient
 from workers.contract.stages import PreprocessStage
-from workers.local.engine_process import EngineProcess
+from workers.local.engine_process import EngineProcess, Runner
 from workers.local.engine_runner import EngineRunner
 from workers.local.engine_thread import LocalEngine
 from workers.local.preprocess_inline import InlinePreprocess
@@ -239,6 +241,27 @@ def build_runner(
     return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
 
 
+def build_any_runner(options: EngineOptions, progress: Progress) -> Runner:
+    """By whichever engine takes the model. Imports torch."""
+    if not takes_transformers(options, ModelSource.parse(options.model)):
+        return build_runner(options, progress=progress)
+    from vlm.foreign.foreign_engine import build_foreign_runner
+
+    check_device(options.device)
+    with fitting(options.device):
+        return build_foreign_runner(options, progress)
+
+
+def _foreign_spec(options: EngineOptions) -> ForeignSpec | None:
+    """Of a model that transformers runs. Raises SettingsError and ConfigError."""
+    source = ModelSource.parse(options.model)
+    if not takes_transformers(options, source):
+        return None
+    if options.engine == "auto":
+        notice(source)
+    return ForeignSpec.load(source, options.kv_storage)
+
+
 def _spec(options: EngineOptions, variant: Variant) -> ModelSpec:
     return ModelSpec.load(
         options.model,
@@ -253,7 +276,12 @@ def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
-    options = settled(pinned(options))
+    options = pinned(options)
+    foreign = _foreign_spec(options)
+    if foreign is not None:
+        engine = EngineProcess(engine_command(options), stall_s=options.stall_s)
+        return Pipeline(foreign, preprocess or InlinePreprocess(), engine)
+    options = settled(options)
     spec = _spec(options, variant)
     return Pipeline(spec, preprocess or InlinePreprocess(), LocalEngine(lambda: build_runner(options)))
 
@@ -281,7 +309,9 @@ def build_preprocess(config: ServeConfig) -> PreprocessStage:
     return CeleryPreprocess(config.broker, config.store or config.broker)
 
 
-def build_engine_client(config: ServeConfig, options: EngineOptions, spec: ModelSpec) -> EngineClient:
+def build_engine_client(
+    config: ServeConfig, options: EngineOptions, spec: ModelSpec | ForeignSpec
+) -> EngineClient:
     """A process of our own, or the generate workers behind the broker. Raises SettingsError."""
     if not config.remote_engine:
         return EngineProcess(engine_command(options), stall_s=options.stall_s)
@@ -321,8 +351,13 @@ def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeli
         from workers.cluster.redis_client import check_access
 
         check_access(broker=config.broker, store=config.store)
-    options = pinned(options) if config.remote_engine else settled(pinned(options))
-    spec = _spec(options, config.variant)
+    options = pinned(options)
+    spec: ModelSpec | ForeignSpec | None = _foreign_spec(options)
+    if spec is None:
+        options = options if config.remote_engine else settled(options)
+        spec = _spec(options, config.variant)
+    elif config.remote_engine:
+        raise SettingsError("transformers runs this model, on one machine only; remote_engine must be false")
     return Pipeline(
         spec,
         build_preprocess(config),

@@ -48,6 +48,8 @@ class EngineOptions(Checked):
     """What an engine process needs to build itself; travels to it as JSON."""
 
     model: Annotated[str, Form(r"(?s).+", "not empty")] = DEFAULT_MODEL  # a Hugging Face checkpoint directory
+    # auto: transformers where no family claims the model
+    engine: Literal["auto", "native", "transformers"] = "auto"
     backend: Literal["auto", "torch", "native"] = "auto"  # of the decoder; auto: native where it runs
     device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"  # for all of it
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and activations

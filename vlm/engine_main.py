@@ -9,10 +9,10 @@ import logging
 import socket
 import sys
 
-from vlm.build import build_runner
+from vlm.build import build_any_runner
 from vlm.config import EngineOptions
 from vlm.settings import from_mapping
-from workers.local.engine_process import refuse, serve
+from workers.local.engine_process import Runner, refuse, serve
 from workers.local.progress import Progress
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     progress.tick()
     with socket.socket(fileno=arguments.fd) as connection:
         try:
-            runner = build_runner(options, progress=progress)
+            runner: Runner = build_any_runner(options, progress)
         except ValueError as error:
             refuse(connection, str(error))
             sys.exit(2)

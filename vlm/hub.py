@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,18 +122,56 @@ class Hub:
             self._get(model, name, folder.name)
         if files != "all":
             return folder
-        shards = self._shards(model, there.keys(), folder)
-        missing = [name for name in shards if not (folder / name).exists()]
+        self._fetch_checked(model, info, self._shards(model, there.keys(), folder), folder.name)
+        return folder
+
+    def fetch_files(self, model: HubId, names: Sequence[str]) -> Path:
+        """The folder of a repository's files by name, downloaded where they aren't here. Raises HubError."""
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            return self._local_files(model, names, "HF_HUB_OFFLINE is set")
+        with _explained(model):
+            try:
+                info = self._info(model)
+            except _unreachable() as error:
+                return self._local_files(model, names, f"the hub can't be reached ({type(error).__name__})")
+            there = {file.rfilename for file in info.siblings or ()}
+            if lost := [name for name in names if name not in there]:
+                raise HubError(f"{model} has no {lost[0]}; other formats are not read")
+            assert info.sha is not None
+            self._fetch_checked(model, info, names, info.sha)
+            # by the name that was asked for, so that the cache knows its commit offline
+            return self._get(model, names[0]).parent
+
+    def _fetch_checked(self, model: HubId, info: ModelInfo, names: Sequence[str], commit: str) -> None:
+        """Those of one commit that aren't here yet; digests are those that the hub promised."""
+        there = {file.rfilename: file for file in info.siblings or ()}
+        missing = [name for name in names if self._cached(model, name, commit) is None]
         size = sum(there[name].size or 0 for name in missing)
         if missing:
             self._check_space(model, size)
-            self._say(f"{model}: downloading {size / 1e9:.2f} GB in {len(missing)} weight files")
+            self._say(f"{model}: downloading {size / 1e9:.2f} GB in {len(missing)} files")
         for name in missing:
-            path = self._get(model, name, folder.name)
+            path = self._get(model, name, commit)
             lfs = there[name].lfs
             if lfs is not None:
                 _check_digest(model, path, lfs.sha256)
-        return folder
+
+    def _cached(self, model: HubId, name: str, revision: str | None) -> Path | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model.repo, name, cache_dir=self._cache, revision=revision)
+        return Path(found) if isinstance(found, str) else None
+
+    def _local_files(self, model: HubId, names: Sequence[str], why: str) -> Path:
+        """Their folder in the cache, without a word to the hub."""
+        found = [self._cached(model, name, model.revision) for name in names]
+        for name, path in zip(names, found, strict=True):
+            if path is None:
+                raise HubError(f"{name} of {model} is not in the cache, and {why}")
+        assert found[0] is not None
+        return found[0].parent
 
     def _shards(self, model: HubId, there: Any, folder: Path) -> list[str]:
         if INDEX_FILE not in there:
@@ -156,14 +194,10 @@ class Hub:
 
     def _local(self, model: HubId, files: Files, why: str) -> Path:
         """What the cache holds, complete, without a word to the hub."""
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(
-            model.repo, "config.json", cache_dir=self._cache, revision=model.revision
-        )
-        if not isinstance(found, str):
+        found = self._cached(model, "config.json", model.revision)
+        if found is None:
             raise HubError(f"{model} is not in the cache, and {why}; `vlm pull {model}` downloads it")
-        folder = Path(found).parent
+        folder = found.parent
         if files == "all" and (missing := missing_files(folder)):
             raise HubError(
                 f"{model} is only partly in the cache (it lacks {missing[0]}), and {why}; "
@@ -256,12 +290,14 @@ def _explained(model: HubId) -> Iterator[None]:
     except _unreachable() as error:
         raise HubError(
             f"the connection to the hub broke while {model} was fetched ({type(error).__name__}); run the "
-            "same command again: it goes on where it stopped"
+            "same command again: files that are whole are kept"
         ) from None
     except OSError as error:
-        raise HubError(
-            f"{model} can't be stored in the hub's cache: {error.strerror or 'disk error'}"
-        ) from None
+        if error.errno is None:  # huggingface_hub's check of a file's size
+            raise HubError(
+                f"a file of {model} arrived damaged: its size is not the hub's; try again"
+            ) from None
+        raise HubError(f"{model} can't be stored in the hub's cache: {error.strerror}") from None
 
 
 __all__ = ["Hub", "HubError", "HubId", "cached_repo", "missing_files", "parse_hub_id"]

@@ -33,6 +33,7 @@ from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
 from preprocess.wire import to_bytes
+from vlm.foreign.foreign_spec import ForeignSpec
 from vlm.headers import read_header
 from vlm.prompt import PLAIN, ImagePart, Message, Rendering
 from vlm.spec import ModelSpec
@@ -110,7 +111,7 @@ class _Flight:
 class Pipeline:
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelSpec | ForeignSpec,
         preprocess: PreprocessStage,
         engine: EngineClient,
         limits: ImageLimits | None = None,

@@ -148,10 +148,7 @@ class PromptBuilder:
 
     def build(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> Prompt:
         """Raises `RequestError` for a chat the template refuses or that is too long to look at."""
-        if _num_chars(messages, rendering) > self._max_chars:
-            raise RequestError(
-                "context_length_exceeded", f"The text is longer than {self._max_chars} characters."
-            )
+        self.check_length(messages, rendering)
         placeholder = self._format.placeholder
         rendered = self._rendered(messages, rendering)
         images = [part for m in messages for part in m.content if isinstance(part, ImagePart)]
@@ -170,6 +167,13 @@ class PromptBuilder:
             else:
                 ids += self._ids(item, starts=not ids)
         return Prompt(tuple(ids), tuple(spans))
+
+    def check_length(self, messages: Sequence[Message], rendering: Rendering) -> None:
+        """Raises `RequestError` for what is too long to look at."""
+        if _num_chars(messages, rendering) > self._max_chars:
+            raise RequestError(
+                "context_length_exceeded", f"The text is longer than {self._max_chars} characters."
+            )
 
     def image_tokens(self, grid: TileGrid) -> int:
         """Prompt tokens that one more image of this grid adds, markers included."""

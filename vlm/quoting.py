@@ -59,6 +59,11 @@ class Quoting:
                     places.add(begin + length - 1)
         return places
 
+    def unquoted(self, rendered: str) -> str | None:
+        """The text as it was written; None where a special token's spelling in it is to stay text."""
+        pieces = self.split(rendered)
+        return None if any(is_quoted for _, is_quoted in pieces) else "".join(text for text, _ in pieces)
+
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """(text, whether it is a special token's spelling that is to stay text), in order, none empty."""
         text = rendered.translate(self._originals) if _SURROGATE.search(rendered) else rendered

@@ -117,6 +117,10 @@ class ModelSpec:
     def context_length(self) -> int:
         return self.decoder.max_positions
 
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
     def preprocess_spec(self, detail: Detail) -> PreprocessSpec:
         if detail not in self._specs:
             base = self.preprocess

@@ -40,6 +40,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError for values that no sampler can honour."""
     rules = (
         ("max_tokens", params.max_tokens >= 1, "must be at least 1"),
+        ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "must be between 0 and max_tokens"),
+        ("stop_token_ids", all(0 <= t < vocab_size for t in params.stop_token_ids), "has an id out of range"),
         ("temperature", 0.0 <= params.temperature < float("inf"), "must be 0 or more"),
         ("top_k", params.top_k >= 0, "must be 0 (off) or more"),
         ("top_p", 0.0 < params.top_p <= 1.0, "must be above 0 and at most 1"),
@@ -64,6 +66,11 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError("invalid_sampling_params", f"'{name}' {text}.", name)
     if params.beam_width > 1 and params.n > params.beam_width:
         raise RequestError("invalid_sampling_params", "'n' must not exceed 'beam_width'.", "n")
+    for name in ("min_tokens", "stop_token_ids"):
+        if params.beam_width > 1 and getattr(params, name):
+            raise RequestError(
+                "invalid_sampling_params", f"'{name}' can't be combined with beam search.", name
+            )
 
 
 class SamplerState:

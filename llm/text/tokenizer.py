@@ -101,6 +101,14 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer has no token {token}")
         return token_id
 
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None for ids beyond it."""
+        return self._parsing.id_to_token(token_id) if token_id >= 0 else None
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
     def special_tokens(self) -> Sequence[str]:
         return tuple(token.content for token in self._added.values() if token.special)
 

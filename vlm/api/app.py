@@ -16,13 +16,14 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
 from vlm.api import costs, playground
+from vlm.api.anthropic import message_routes as anthropic
 from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
 from vlm.api.guard.admission import Admission
 from vlm.api.guard.auth import KeyRing
 from vlm.api.guard.keys import load_keys
-from vlm.api.guard.middleware import PrefixMiddleware, ServiceMiddleware
+from vlm.api.guard.middleware import HeadMiddleware, PrefixMiddleware, ServiceMiddleware
 from vlm.api.guard.quotas import RATE_LIMIT_HEADERS
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.observe import health
@@ -109,10 +110,11 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             expose_headers=["x-request-id", "retry-after", "x-should-retry", *RATE_LIMIT_HEADERS],
             allow_private_network=True,  # a page of the internet, asking a server of this network
         )
+    app.add_middleware(HeadMiddleware)
     if config.root_path:
         app.add_middleware(PrefixMiddleware, root_path=config.root_path)
     install_handlers(app)
-    for module in (chat, costs, images, file_routes, batches, health, playground):
+    for module in (chat, anthropic, costs, images, file_routes, batches, health, playground):
         app.include_router(module.router)
 
     @app.get("/openapi.json", responses=errors(401), response_model=None)

@@ -12,12 +12,27 @@ from llm.request import SamplingParams
 from preprocess.types import TileGrid
 from vlm.api.chat.convert import prepare
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import BODY, Estimate, ExpectedTtft, GridOut, ImageCost, TokenCount, errors
+from vlm.api.responses import (
+    BODY,
+    Detokenized,
+    Estimate,
+    ExpectedTtft,
+    GridOut,
+    ImageCost,
+    TokenCount,
+    TokenIds,
+    errors,
+)
 from vlm.api.service import Service, caller_of, service_of
 from vlm.pipeline import PlannedImage, PreparedRequest
 from vlm.requests.errors import invalid
 from vlm.requests.params import check_model
-from vlm.requests.schemas import EstimateRequest, TokenizeRequest
+from vlm.requests.schemas import (
+    DetokenizeRequest,
+    EstimateRequest,
+    PlainTokenizeRequest,
+    TokenizeRequest,
+)
 
 router = APIRouter(route_class=ServiceRoute)
 
@@ -67,6 +82,31 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenCount:
         images=_costs(service, prepared),
         token_ids=list(prompt.token_ids),
     )
+
+
+@router.post("/tokenize", responses=errors(*BODY, 404))
+async def plain_tokenize(body: PlainTokenizeRequest, request: Request) -> TokenIds:
+    """`/v1/tokenize` in the form of vLLM and llama.cpp."""
+    text = body.content if body.prompt is None else body.prompt
+    counted = await tokenize(TokenizeRequest(model=body.model, messages=body.messages, text=text), request)
+    ids = counted.token_ids or []
+    return TokenIds(
+        tokens=ids, count=len(ids), max_model_len=service_of(request).pipeline.spec.context_length
+    )
+
+
+@router.post("/detokenize", responses=errors(*BODY, 404))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+    """Special tokens are written out."""
+    service = service_of(request)
+    check_model(body.model, service.model_name)
+    tokenizer = service.pipeline.spec.tokenizer
+    if any(token >= service.pipeline.spec.vocab_size for token in body.tokens):
+        raise invalid("invalid_value", "A token id is outside the vocabulary.", "tokens")
+    text = await asyncio.get_running_loop().run_in_executor(
+        service.parsers, lambda: tokenizer.decode(body.tokens, skip_special=False)
+    )
+    return Detokenized(prompt=text, content=text)
 
 
 @router.post("/v1/estimate", responses=errors(*BODY, 404))

@@ -120,6 +120,47 @@ class ChatCompletion(ApiModel):
     timings: TimingsOut | None
 
 
+class AnthropicUsage(ApiModel):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(ApiModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]  # blocks of type text and tool_use
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class VersionOut(ApiModel):
+    version: str
+
+
+class TokenIds(ApiModel):
+    """By the names of vLLM and llama.cpp."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(ApiModel):
+    """The text by vLLM's name and by llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class InputTokens(ApiModel):
+    input_tokens: int
+
+
 class ModelCard(ApiModel):
     id: str
     object: Literal["model"] = "model"

@@ -18,5 +18,5 @@ PARTS = {
     "engine": ("scheduling", "span"),
     "decode": ("small", "gemma3"),
     "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),
-    "serve": ("load", "soak"),
+    "serve": ("load", "sweep", "soak"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ Examples:
   vlm bench engine --json
   vlm bench caption --part kills --part memory
   vlm bench serve --part soak --seconds 600
+  vlm bench serve --part sweep --plot sweep.png
 """
 
 
@@ -39,6 +41,9 @@ def bench_command(
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="How long the part soak lasts.", show_default="300")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG file for the chart of the part sweep; needs the extra [plot].")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer rounds: a quick look, not figures to quote.")
@@ -59,6 +64,13 @@ def bench_command(
         if "soak" not in (part or ()):
             raise CommandError("--seconds is for a soak: vlm bench serve --part soak --seconds 600")
         chosen["seconds"] = seconds
+    if plot is not None:
+        if "sweep" not in (part or ()):
+            raise CommandError("--plot is for a sweep: vlm bench serve --part sweep --plot sweep.png")
+        from vlm.plan.plots import check_plot
+
+        check_plot(plot)
+        chosen["plot"] = plot
     require("bench", "vlm bench", "num2words", "torchvision")
     from vlm.bench.harness.results import table
 

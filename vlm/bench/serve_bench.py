@@ -1,18 +1,15 @@
 """`vlm bench serve`: the service over HTTP, by the field's conventions.
 
 TTFT runs from the request sent to its first content token, decoding and queueing included. Goodput counts the
-requests that meet both objectives. Arrivals are Poisson; images come from a pool, so that four in five
-requests are about an image that was asked about before.
+requests that meet both objectives. The mix of requests is that of `vlm.bench.serving.mix`.
 
-Parts: load (all of that, the default), soak (a mixed load for minutes: the memory of the processes).
+Parts: load (all of that, the default), sweep (the same mix at rising rates, and the knee), soak (a mixed
+load for minutes: the memory of the processes).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import itertools
 import json
 import random
 import statistics
@@ -23,52 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from vlm.bench.harness.engine_load import document
 from vlm.bench.harness.load_client import LoadClient, Sample, closed_loop, open_loop
 from vlm.bench.harness.results import report, result, say
 from vlm.bench.harness.server_process import Served, served
+from vlm.bench.serving.chart import plot_sweep
+from vlm.bench.serving.mix import REUSE, SLO_TPOT_MS, SLO_TTFT_MS, is_good, percentile, poisson, workload
 from vlm.bench.serving.soak import soak
+from vlm.bench.serving.sweep import Sweep, knee, sweep
 from vlm.config import EngineOptions
 from vlm.spec import ModelSpec
 
-SLO_TTFT_MS = 1000.0
-SLO_TPOT_MS = 100.0
 CLIENTS = 64
-REUSE = 5  # requests per image of the pool
-LOAD = 0.6  # of the closed-loop rate, as Poisson arrivals
-QUESTIONS = ("What is in the image?", "How many shapes are there?", "Describe the image.")
-SIZES = ((128, 128), (640, 480), (1280, 960), (2000, 1500))
-MAX_TOKENS = 32
+LOAD = 0.6  # of a closed loop's rate over the same mix, as Poisson arrivals
 SOAK_S = 300.0
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * q))] if ordered else float("nan")
-
-
-def picture(seed: int, width: int, height: int) -> bytes:
-    """A document of the model's domain at this size, as JPEG."""
-    buffer = io.BytesIO()
-    with Image.open(io.BytesIO(document(seed))) as image:
-        image.convert("RGB").resize((width, height)).save(buffer, "JPEG", quality=90)
-    return buffer.getvalue()
-
-
-def chat_body(data: bytes, question: str, **settings: Any) -> bytes:
-    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": MAX_TOKENS}
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps({**body, **stream, **settings}).encode()
-
-
-def workload(num_images: int, first_seed: int) -> list[bytes]:
-    """Bodies: image i with question q at index i * len(QUESTIONS) + q; sizes are mixed."""
-    pictures = [picture(first_seed + i, *SIZES[i % len(SIZES)]) for i in range(num_images)]
-    return [chat_body(data, question) for data in pictures for question in QUESTIONS]
 
 
 @dataclass(frozen=True)
@@ -159,22 +123,13 @@ def _rate(samples: Sequence[Sample]) -> float:
     return len(done) / (max(s.ended for s in done) - min(s.sent for s in samples))
 
 
-def poisson(count: int, rate: float, num_images: int, seed: int = 0) -> list[tuple[float, int]]:
-    """Arrivals of a pool of images, each `REUSE` times, in random order."""
-    draw = random.Random(seed)
-    times = itertools.accumulate(draw.expovariate(rate) for _ in range(count))
-    images = [i % num_images for i in range(count)]
-    draw.shuffle(images)
-    return [
-        (at, image * len(QUESTIONS) + draw.randrange(len(QUESTIONS)))
-        for at, image in zip(times, images, strict=True)
-    ]
-
-
 def run(
-    quick: bool = False, parts: Sequence[str] = ("load",), seconds: float | None = None
+    quick: bool = False,
+    parts: Sequence[str] = ("load",),
+    seconds: float | None = None,
+    plot: Path | None = None,
 ) -> dict[str, Any]:
-    """`seconds`: how long a soak lasts."""
+    """`seconds`: how long a soak lasts; `plot`: where the sweep's chart goes."""
     spec = ModelSpec.load("default")
     options = EngineOptions()
     about = {
@@ -188,6 +143,12 @@ def run(
     if "load" in parts:
         with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as server:
             results |= asyncio.run(_measure(server, about, quick))
+    if "sweep" in parts:
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as server:
+            found, points = asyncio.run(sweep(server, about, quick))
+        results |= found
+        if plot:
+            plot_sweep(plot, f"vlm bench serve: {spec.name}", points, knee(points))
     if "soak" in parts:
         results |= soak(seconds or (30.0 if quick else SOAK_S), about)
     return report("serve", results)
@@ -199,7 +160,7 @@ async def _measure(server: Served, about: dict[str, Any], quick: bool) -> dict[s
     load = await concurrent_load(server, seconds)
     count = 50 if quick else 500
     bodies = workload(count // REUSE, 9000)
-    rate = LOAD * load.closed_loop_rps
+    rate = LOAD * await Sweep(server, seconds / 2).capacity()
     say(f"serve: {count} requests at {rate:.1f} a second, about {count / rate:.0f} s")
     before, cpu = server.metrics(), server.cpu_seconds()
     started = time.perf_counter()
@@ -232,7 +193,7 @@ def _goodput(
     samples: Sequence[Sample], elapsed: float, cpu_s: float, about: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     done = [s for s in samples if s.completed and s.token_times]
-    good = [s for s in done if s.ttft_ms <= SLO_TTFT_MS and s.tpot_ms <= SLO_TPOT_MS]
+    good = [s for s in done if is_good(s)]
     tokens = sum(s.usage["completion_tokens"] for s in done)
     slo = f"TTFT <= {SLO_TTFT_MS:.0f} ms and TPOT <= {SLO_TPOT_MS:.0f} ms"
     return {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
@@ -32,6 +32,8 @@ from vlm.caption.views.formats import Format
 from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.file_names import as_text
 from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineOptions
+from vlm.foreign.engine_choice import takes_transformers
+from vlm.model_source import ModelSource
 from vlm.pipeline import ChatMessage, Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
@@ -76,14 +78,27 @@ def model_revision(directory: Path, encoder_revision: str) -> str:
 
 
 def engine_options(
-    model: str, threads: int, question: PageQuestion, *, weights: WeightOption = "auto", kv: KvOption = "auto"
+    model: str,
+    threads: int,
+    question: PageQuestion,
+    *,
+    engine: Literal["auto", "native", "transformers"] = "auto",
+    weights: WeightOption = "auto",
+    kv: KvOption = "auto",
 ) -> EngineOptions:
     """The default engine with no more KV cache than the running pages need: more would only keep pages that
     never come again. Two whole contexts at least, for the lines of batch files."""
     model = DEFAULT_MODEL if model == "default" else model
     options = EngineOptions(
-        model=model, threads=threads, weights=weights, kv=kv, max_pixels=question.max_pixels
+        model=model,
+        threads=threads,
+        engine=engine,
+        weights=weights,
+        kv=kv,
+        max_pixels=question.max_pixels,
     )
+    if takes_transformers(options, ModelSource.parse(model)):
+        return options
     spec = ModelSpec.load(options.model, kv=options.kv_storage, max_pixels=options.pixel_cap)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
     num_tokens = max(

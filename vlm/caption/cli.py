@@ -8,7 +8,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from vlm.cli.options import ENGINE, EncoderDtype, Json, Kv, MaxPixels, Model, Store, Threads, Weights, setting
+from vlm.cli.options import (
+    ENGINE,
+    EncoderDtype,
+    EngineChoice,
+    Json,
+    Kv,
+    MaxPixels,
+    Model,
+    Store,
+    Threads,
+    Weights,
+    setting,
+)
 from vlm.config import ServeConfig
 
 _SERVE = ServeConfig()
@@ -53,6 +65,7 @@ def caption_command(
     broker: Annotated[str, typer.Option(help="redis://...: decode in Celery workers.")] = _SERVE.broker,
     store: Store = _SERVE.store,
     threads: Threads = ENGINE.threads,
+    engine: EngineChoice = ENGINE.engine,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
@@ -85,10 +98,10 @@ def caption_command(
         seed=seed,
         temperature=temperature,
     )
-    engine = engine_options(model, threads, question, weights=weights, kv=kv)
-    engine = replace(engine, encoder_dtype=encoder_dtype)
+    options = engine_options(model, threads, question, engine=engine, weights=weights, kv=kv)
+    options = replace(options, encoder_dtype=encoder_dtype)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
-    options = RunOptions(window=window or engine.max_running * 3 // 2, retry_errors=retry_errors)
+    run = RunOptions(window=window or options.max_running * 3 // 2, retry_errors=retry_errors)
     form = "md" if form == "markdown" else form
-    job = CaptionJob(inputs, output, question, form, options, quiet=quiet, as_json=as_json)
-    run_job(job, lambda: build_served_pipeline(config, engine))
+    job = CaptionJob(inputs, output, question, form, run, quiet=quiet, as_json=as_json)
+    run_job(job, lambda: build_served_pipeline(config, options))

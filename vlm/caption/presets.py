@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from llm.request import Prompt, SamplingParams, VisualKey
+from vlm.foreign.foreign_spec import ForeignSpec
 from vlm.pipeline import ChatMessage, ImageInput
 from vlm.prompt import ImagePart, Message
 from vlm.spec import BLOCK_SIZE, ModelSpec
@@ -82,7 +83,7 @@ class PageQuestion:
         parts: tuple[str | ImageInput, ...] = (self.prompt, ImageInput(image))
         return [ChatMessage("user", parts if self.order == "instruction-first" else parts[::-1])]
 
-    def prompt_for(self, spec: ModelSpec, side: int) -> Prompt:
+    def prompt_for(self, spec: ModelSpec | ForeignSpec, side: int) -> Prompt:
         """The prompt of a square page of `side` pixels."""
         grid = spec.preprocess_spec("auto").rule.grid(side, side)
         image = ImagePart(grid, VisualKey("0" * 64))
@@ -90,7 +91,7 @@ class PageQuestion:
         ordered = parts[::-1] if self.order == "image-first" else parts
         return spec.prompt_builder.build([Message("user", ordered)])
 
-    def resolved(self, spec: ModelSpec) -> PageQuestion:
+    def resolved(self, spec: ModelSpec | ForeignSpec) -> PageQuestion:
         """In the family's own words for the preset, where it was taught some.
 
         Instruction first where pages can then share its KV: it must fill a block of the prefix cache. A

@@ -14,6 +14,7 @@ from vlm.cli.groups import CommandGroup
 from vlm.cli.options import (
     ENGINE,
     EncoderDtype,
+    EngineChoice,
     Json,
     Kv,
     MaxPixels,
@@ -112,6 +113,7 @@ def ask(
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
     threads: Threads = ENGINE.threads,
+    engine: EngineChoice = ENGINE.engine,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
@@ -133,6 +135,7 @@ def ask(
     options = engine_options(
         model,
         threads=threads,
+        engine=engine,
         weights=weights,
         kv=kv,
         encoder_dtype=encoder_dtype,
@@ -168,7 +171,7 @@ def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="A checkpoint's hub id.")],
     as_json: Json = False,
 ) -> None:
-    """Download a checkpoint from the hub; a download that broke goes on where it stopped.
+    """Download a checkpoint from the hub; files that arrived whole are kept when it breaks.
 
     HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to other tools.
 
@@ -250,6 +253,7 @@ def serve(
         str, typer.Option(help="PEM key of the certificate, where it is a file of its own.")
     ] = SERVE.tls_keyfile,
     threads: Threads = ENGINE.threads,
+    engine: EngineChoice = ENGINE.engine,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,

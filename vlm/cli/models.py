@@ -12,8 +12,11 @@ from typing import Any
 from llm.text_config import ConfigError, read_json_object
 from vlm.cli.errors import CommandError
 from vlm.config import DEFAULT_MODEL
-from vlm.families.registry import FAMILIES, find_family, unsupported
+from vlm.families.registry import BY_MODEL_TYPE, FAMILIES, find_family, unsupported
+from vlm.foreign.engine_choice import only_in_transformers, transformers_types
 from vlm.hub import Hub, cached_repo, missing_files, parse_hub_id
+
+TRANSFORMERS = "transformers"  # runs what no family claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,17 @@ def families(*, as_json: bool) -> None:
         print(json.dumps({"families": rows}))
         return
     for row in rows:
+        if row["engine"] == TRANSFORMERS:
+            print(f"{row['title']}: {len(row['model_types'])} model types; engine: {row['engine']}")
+            continue
         print(f"{row['title']}: {', '.join(row['model_types'])}; engine: {row['engine']}")
         for size in row["sizes"]:
             print(f"  {size['repo']:45} {size['params']:>6}  {size['licence']}")
 
 
 def family_rows() -> list[dict[str, Any]]:
-    return [
+    """What is native, and last what else transformers runs."""
+    rows: list[dict[str, Any]] = [
         {
             "model_types": list(family.model_types),
             "title": family.title,
@@ -78,6 +85,17 @@ def family_rows() -> list[dict[str, Any]]:
         }
         for family in FAMILIES
     ]
+    if others := sorted(transformers_types() - BY_MODEL_TYPE.keys()):
+        rows.append(
+            {
+                "model_types": others,
+                "title": "any other",
+                "engine": TRANSFORMERS,
+                "licence": "each model's own",
+                "sizes": [],
+            }
+        )
+    return rows
 
 
 def _all_here() -> Iterator[Here]:
@@ -100,7 +118,8 @@ def _described(name: str, folder: Path) -> Here:
     try:
         config = read_json_object(folder / "config.json")
         family = find_family(config)
-        runs = unsupported(config) if family is None else "native engine"
+        other = TRANSFORMERS if only_in_transformers(config) else unsupported(config)
+        runs = other if family is None else "native engine"
     except ConfigError as error:
         family, runs = None, str(error)
     sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]

@@ -32,8 +32,8 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 Model = Annotated[
     str,
     typer.Option(
-        help="A checkpoint directory, a hub id (ORG/NAME or ORG/NAME@REVISION), open_clip:TOWER:DECODER, or "
-        "'default'."
+        help="A checkpoint directory, a hub id (ORG/NAME or ORG/NAME@REVISION), "
+        "open_clip:TOWER[@PRETRAINED]:DECODER, or 'default'."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of stdout one JSON object.")]
@@ -63,6 +63,10 @@ MaxPixels = Annotated[
         "max_pixels",
         "Largest image for models that take it whole, as Qwen-VL does; larger ones are shrunk. 0: by device.",
     ),
+]
+EngineChoice = Annotated[
+    Literal["auto", "native", "transformers"],
+    typer.Option(help="What runs the model. auto: transformers where no family claims it."),
 ]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 

@@ -13,7 +13,10 @@ from vlm.cli.errors import BAD_INPUT, PARTIAL, CommandError
 from vlm.cli.file_names import one_line
 from vlm.cli.images import check_stdin, name_of, naming, read_image
 from vlm.config import EngineOptions
+from vlm.foreign.engine_choice import takes_transformers
+from vlm.foreign.foreign_spec import UNKNOWN_COST
 from vlm.headers import read_header
+from vlm.model_source import ModelSource
 from vlm.spec import ModelSpec
 
 
@@ -37,6 +40,8 @@ def image_cost(spec: ModelSpec, data: bytes, detail: Detail) -> dict[str, Any]:
 def show_tokens(paths: Sequence[Path], options: EngineOptions, detail: Detail, *, as_json: bool) -> None:
     """One image that can't be read does not keep the others' costs back; the exit code tells."""
     check_stdin(paths)
+    if takes_transformers(options, ModelSource.parse(options.model, "text")):
+        raise CommandError(UNKNOWN_COST)
     spec = ModelSpec.load(options.model, files="text", max_pixels=options.pixel_cap)
     rows: list[dict[str, Any]] = []
     refusals: list[CommandError] = []

@@ -20,20 +20,25 @@ CONTEXTS = [1 << power for power in range(9, 18)]
 _COLORS = {"prefill": "#3b6fb5", "decode": "#5aa469", "idle": "#d9b3b3"}
 
 
-@contextmanager
-def _figure(path: Path, title: str, panels: int = 1) -> Iterator[list[Any]]:
-    """Axes to draw on; the file is written at the end. Raises CostError if it can't be, ConfigError
-    without matplotlib."""
+def check_plot(path: Path) -> None:
+    """Raises CostError for a file that no chart can be, ConfigError without matplotlib."""
     if path.suffix.lower() != ".png":
         raise CostError("--plot takes a file name that ends in .png")
     require("plot", "--plot", "matplotlib")
+
+
+@contextmanager
+def figure(path: Path, title: str, panels: int = 1) -> Iterator[list[Any]]:
+    """Axes to draw on; the file is written at the end. Raises CostError if it can't be, ConfigError
+    without matplotlib."""
+    check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * panels, 4.8), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, index + 1) for index in range(panels)]
-    figure.suptitle(title)
+    drawing = Figure(figsize=(6.4 * panels, 4.8), layout="constrained")
+    canvas = FigureCanvasAgg(drawing)
+    axes = [drawing.add_subplot(1, panels, index + 1) for index in range(panels)]
+    drawing.suptitle(title)
     yield axes
     try:
         canvas.print_png(str(path))
@@ -43,7 +48,7 @@ def _figure(path: Path, title: str, panels: int = 1) -> Iterator[list[Any]]:
 
 def plot_capacity(path: Path, title: str, plan: KvPlan, curve: Sequence[int]) -> None:
     """Resident sequences against context."""
-    with _figure(path, title) as (axis,):
+    with figure(path, title) as (axis,):
         axis.plot(CONTEXTS, [max(value, 0.1) for value in curve], marker="o", color=_COLORS["prefill"])
         axis.axvline(plan.context, linestyle="--", color="grey")
         axis.axhline(plan.sequences, linestyle=":", color="grey")
@@ -53,7 +58,7 @@ def plot_capacity(path: Path, title: str, plan: KvPlan, curve: Sequence[int]) ->
 
 def plot_roofline(path: Path, title: str, plan: ServePlan, machine: Machine, prefill: float) -> None:
     """Where prefill and decode lie under the roof; `prefill` is its intensity in FLOP/byte."""
-    with _figure(path, title) as (axis,):
+    with figure(path, title) as (axis,):
         intensities = [2.0**power for power in range(-1, 15)]
         axis.plot(
             intensities,
@@ -74,7 +79,7 @@ def plot_roofline(path: Path, title: str, plan: ServePlan, machine: Machine, pre
 def plot_batching(path: Path, title: str, plan: BatchPlan) -> None:
     """Rates of all and of one against batch, with B_cross, B* and B_max."""
     batches = [point.batch for point in plan.curve]
-    with _figure(path, title, panels=2) as (total, user):
+    with figure(path, title, panels=2) as (total, user):
         total.plot(batches, [point.tokens_per_s for point in plan.curve], marker="o")
         total.axhline(plan.throughput_ceiling, linestyle=":", color="grey", label="ceiling")
         total.set(ylabel="tok/s, all sequences")
@@ -96,7 +101,7 @@ def plot_batching(path: Path, title: str, plan: BatchPlan) -> None:
 
 def plot_image(path: Path, title: str, plan: ImagePlan) -> None:
     """The first token's time by stage: with the image, on the next question, and without one."""
-    with _figure(path, title) as (axis,):
+    with figure(path, title) as (axis,):
         names = ["with the image", "next question", "text only"]
         left = [0.0, 0.0, 0.0]
         stages = [
@@ -115,7 +120,7 @@ def plot_image(path: Path, title: str, plan: ImagePlan) -> None:
 
 def plot_timeline(path: Path, title: str, sims: Sequence[Simulation]) -> None:
     """What every slot did, one panel per policy."""
-    with _figure(path, title, panels=len(sims)) as axes:
+    with figure(path, title, panels=len(sims)) as axes:
         for axis, sim in zip(axes, sims, strict=True):
             for kind, color in _COLORS.items():
                 bars = {"facecolors": color, "label": kind, "hatch": "//" if kind == "idle" else None}
@@ -131,7 +136,7 @@ def plot_timeline(path: Path, title: str, sims: Sequence[Simulation]) -> None:
 
 def plot_fleet(path: Path, title: str, plans: Sequence[tuple[float, FleetPlan]]) -> None:
     """Replicas against load, with affinity and scattered."""
-    with _figure(path, title) as (axis,):
+    with figure(path, title) as (axis,):
         rates = [rate for rate, _ in plans]
         axis.plot(rates, [plan.affinity.replica.servers for _, plan in plans], marker="o", label="affinity")
         axis.plot(rates, [plan.scattered.replica.servers for _, plan in plans], marker="o", label="scattered")

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import json
-
 from llm.request import Priority, SamplingParams
 from vlm.config import ServeConfig
+from vlm.requests.constraints import constraint_of
 from vlm.requests.errors import invalid, unknown_model
-from vlm.requests.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
+from vlm.requests.schemas import MOST_TOKENS, ChatRequest
 
-_CONSTRAINTS = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("structured_outputs", "json_schema", "grammar"),
-)
-_UNSUPPORTED = (
-    *("functions", "audio", "web_search_options"),
-    *("min_tokens", "stop_token_ids", "bad_words", "chat_template", "continue_final_message"),
-    *_CONSTRAINTS,
-)
+_UNSUPPORTED = {
+    "functions": "Use 'tools'.",
+    "audio": "Answers are text.",
+    "web_search_options": "",
+    "bad_words": "Use 'logit_bias'.",
+    "chat_template": "The checkpoint's own is used.",
+    "continue_final_message": "",
+    "grammar": "Use 'guided_grammar', in Lark's notation.",
+}
 
 
 def check_supported(body: ChatRequest) -> None:
     """Raises ApiError 400 for what would change the meaning of an answer if it were ignored."""
-    for name in _UNSUPPORTED:
+    for name, instead in _UNSUPPORTED.items():
         if getattr(body, name) not in (None, [], {}, False, ""):
-            instead = " Use 'response_format'." if name in _CONSTRAINTS else ""
-            instead = " Use 'tools'." if name == "functions" else instead
-            raise invalid("unsupported_parameter", f"This server does not support '{name}'.{instead}", name)
+            text = f"This server does not support '{name}'. {instead}".strip()
+            raise invalid("unsupported_parameter", text, name)
     if body.function_call not in (None, "none", "auto"):
         raise invalid(
             "unsupported_parameter",
@@ -52,15 +50,18 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
     beam_width = body.beam_width or (n if body.use_beam_search else 1)
     if beam_width > config.max_choices:
         raise invalid("invalid_value", f"'beam_width' is at most {config.max_choices} here.", "beam_width")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else body.n_probs or None
     if body.top_logprobs and not body.logprobs:
         raise invalid("invalid_value", "'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise invalid("invalid_value", "'stream_options' needs 'stream' to be true.", "stream_options")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    asked = body.max_completion_tokens or body.max_tokens
+    max_tokens = MOST_TOKENS if asked == -1 else asked or config.default_max_tokens
     return SamplingParams(
-        max_tokens=max_tokens or config.default_max_tokens,
-        fit_max_tokens=max_tokens is None,
+        max_tokens=max_tokens,
+        fit_max_tokens=asked in (None, -1),
+        min_tokens=min(body.min_tokens or 0, max_tokens),
         temperature=body.temperature or 0.0,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -73,35 +74,12 @@ def sampling_params(body: ChatRequest, config: ServeConfig) -> SamplingParams:
         n=n,
         beam_width=beam_width,
         stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraint=_constraint(body.response_format),
+        logprobs=logprobs,
+        constraint=constraint_of(body),
     )
-
-
-def _constraint(form: ResponseFormat | None) -> tuple[str, str] | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return ("json_object", "")
-    if form.type == "json_schema":
-        if form.json_schema is None:
-            raise invalid("missing_required_parameter", "A schema is missing.", "response_format.json_schema")
-        text = json.dumps(form.json_schema.schema_, separators=(",", ":"))
-        if len(text) > MAX_SCHEMA_CHARS:
-            raise invalid(
-                "invalid_value",
-                f"The schema has more than {MAX_SCHEMA_CHARS} characters.",
-                "response_format.json_schema.schema",
-            )
-        return ("json_schema", text)
-    given = form.regex if form.type == "regex" else form.grammar
-    if not given:
-        raise invalid(
-            "missing_required_parameter", "The constraint is missing.", f"response_format.{form.type}"
-        )
-    return (form.type, given)
 
 
 def priority(body: ChatRequest) -> Priority:

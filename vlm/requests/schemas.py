@@ -15,6 +15,7 @@ MAX_PARTS = 1024
 MAX_STOP_CHARS = 256
 MAX_STOPS = 4
 MAX_SCHEMA_CHARS = 100_000
+MOST_TOKENS = 1_000_000
 
 
 class Detailed(Lenient):
@@ -23,7 +24,9 @@ class Detailed(Lenient):
     @field_validator("detail", mode="before")
     @classmethod
     def _absent(cls, value: object) -> object:
-        """Clients send null for what they leave open."""
+        """Clients send null for what they leave open, and OpenAI's `original` for all of an image."""
+        if value == "original":
+            return "high"
         return "auto" if value is None else value
 
 
@@ -103,16 +106,23 @@ class ChatRequest(Lenient):
     model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
     messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
-    max_tokens: int | None = Field(None, ge=1, le=1_000_000, description="Older name.")
+    max_tokens: int | None = Field(
+        None, ge=-1, le=MOST_TOKENS, description="Older name. -1: as many as fit, as in llama.cpp."
+    )
+    min_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS, description="Extension: no end before.")
     temperature: float | None = Field(None, ge=0, le=2, description="Default 0: greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     stop: Stop | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        None, max_length=64, description="Extension: these end an answer, and are not part of it."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    n_probs: int | None = Field(None, ge=0, le=20, description="llama.cpp's name for logprobs.")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -150,18 +160,28 @@ class ChatRequest(Lenient):
     modalities: list[str] | None = Field(None, max_length=8, description="Only text.")
     web_search_options: JsonValue = Field(None, description="Not supported.")
     # names of other servers for what would change an answer here too, if it were known
-    guided_json: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    guided_regex: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    guided_choice: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    guided_grammar: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    structured_outputs: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    json_schema: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    grammar: JsonValue = Field(None, description="Not supported: use `response_format`.")
-    min_tokens: JsonValue = Field(None, description="Not supported.")
-    stop_token_ids: JsonValue = Field(None, description="Not supported.")
+    guided_json: JsonValue = Field(None, description="vLLM's name: a JSON schema that the answer matches.")
+    guided_regex: JsonValue = Field(None, description="vLLM's name: a regular expression.")
+    guided_choice: JsonValue = Field(None, description="vLLM's name: a list of answers.")
+    guided_grammar: JsonValue = Field(None, description="vLLM's name: a grammar in Lark's notation.")
+    structured_outputs: JsonValue = Field(
+        None, description="vLLM's name: an object with json, regex, choice, grammar or json_object."
+    )
+    json_schema: JsonValue = Field(None, description="llama.cpp's name: a JSON schema.")
+    grammar: JsonValue = Field(None, description="Not supported: use `guided_grammar`.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="vLLM's name: only equal salts share cached work."
+    )
     bad_words: JsonValue = Field(None, description="Not supported.")
     chat_template: JsonValue = Field(None, description="Not supported.")
     continue_final_message: JsonValue = Field(None, description="Not supported.")
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be at least 1, or -1 for as many as fit")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -177,6 +197,20 @@ class TokenizeRequest(Lenient):
     model: str | None = Field(None, max_length=256)
     messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     text: str | None = Field(None, max_length=200_000)
+
+
+class PlainTokenizeRequest(Lenient):
+    """As vLLM's and llama.cpp's: a chat, or a text by either name."""
+
+    model: str | None = Field(None, max_length=256)
+    messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: str | None = Field(None, max_length=200_000)
+    content: str | None = Field(None, max_length=200_000)
+
+
+class DetokenizeRequest(Lenient):
+    model: str | None = Field(None, max_length=256)
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(max_length=1_000_000)
 
 
 class EstimateRequest(Lenient):

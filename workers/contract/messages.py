@@ -32,7 +32,7 @@ FRAME_HEADER = struct.Struct("!II")  # bytes of JSON, bytes of payload
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
-_REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "params", "priority", "namespace"}
+_REQUEST_FIELDS = {"version", "id", "token_ids", "spans", "text", "params", "priority", "namespace"}
 # The first version refuses a request with a parameter that it does not know, or with more of a span.
 _FIRST_PARAMS = {
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -71,6 +71,7 @@ def request_to_json(request: Request, reader_version: int = MESSAGE_VERSION) -> 
         "id": request.id,
         "token_ids": list(prompt.token_ids),
         "spans": spans,
+        **({} if prompt.text is None else {"text": prompt.text}),
         "params": params,
         "priority": request.priority,
         "namespace": request.namespace,
@@ -90,13 +91,16 @@ def _request(value: dict[str, Any]) -> Request:
         note_dropped("field", f"Request.{name}")
     params = known_fields(SamplingParams, value["params"])
     params["logit_bias"] = tuple((int(t), float(b)) for t, b in params.get("logit_bias", ()))
-    params["stop"] = tuple(params.get("stop", ()))
+    for name in ("stop", "stop_token_ids"):
+        params[name] = tuple(params.get(name, ()))
     if params.get("constraint") is not None:
         kind, text = params["constraint"]
         params["constraint"] = (kind, text)
     return Request(
         id=value["id"],
-        prompt=Prompt(tuple(value["token_ids"]), tuple(_span(*span) for span in value["spans"])),
+        prompt=Prompt(
+            tuple(value["token_ids"]), tuple(_span(*span) for span in value["spans"]), value.get("text")
+        ),
         params=SamplingParams(**params),
         priority=value.get("priority", "interactive"),
         namespace=value["namespace"],

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
 from workers.children.child import Child
@@ -35,7 +35,6 @@ from workers.contract.messages import (
 )
 from workers.contract.streams import StreamTable, end_tasks
 from workers.contract.versions import note_dropped
-from workers.local.engine_runner import EngineRunner
 from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,32 @@ IDLE_TICK_S = 0.5
 _GRACE_S = 2.0  # for a step under way, once the child finds its socket closed
 
 
-def serve(connection: socket.socket, runner: EngineRunner, progress: Progress) -> None:
+class Runner(Protocol):
+    """What the child's loop steps: this project's own engine, or another one."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+    def submit(self, request: Request) -> None:
+        """Raises `RequestError` for what can never be served."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def put_tiles(self, key: VisualKey, tiles: bytes) -> None: ...
+
+    def fail_tiles(self, key: VisualKey, code: str, message: str) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def clear_cache(self) -> None: ...
+
+
+def serve(connection: socket.socket, runner: Runner, progress: Progress) -> None:
     """The child's loop: take what arrived, do one step, send what happened. Ends with the parent, which
     watches `progress`; what `runner` computes adds to it from inside a step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
@@ -66,7 +90,7 @@ def refuse(connection: socket.socket, reason: str) -> None:
         FrameSocket(connection).send({"op": "refused", "reason": reason})
 
 
-def _handle(frames: FrameSocket, runner: EngineRunner, frame: Frame) -> None:
+def _handle(frames: FrameSocket, runner: Runner, frame: Frame) -> None:
     message = frame.header
     match message["op"]:
         case "submit":
@@ -89,7 +113,7 @@ def _handle(frames: FrameSocket, runner: EngineRunner, frame: Frame) -> None:
             note_dropped("kind of frame", other)
 
 
-def _submit(runner: EngineRunner, value: dict[str, Any]) -> Failed | None:
+def _submit(runner: Runner, value: dict[str, Any]) -> Failed | None:
     try:
         request = request_from_json(value)
     except ValueError:

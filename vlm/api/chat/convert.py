@@ -6,6 +6,7 @@ Counts are checked before anything is fetched or decoded, and over the whole cha
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,8 +81,15 @@ async def prepare(
     params: SamplingParams,
     priority: Priority = "interactive",
     rendering: Rendering = PLAIN,
+    salt: str = "",
 ) -> PreparedRequest:
-    """Header probe, tiling rule, prompt: the exact cost, with nothing decoded. Raises ApiError."""
+    """Header probe, tiling rule, prompt: the exact cost, with nothing decoded. Raises ApiError.
+
+    salt: requests of other salts share no cached work.
+    """
+    namespace = caller.namespace
+    if salt:
+        namespace = f"{namespace}/{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()[:32]}"
     drafts = draft(service, messages)
     payloads = await resolve(service, caller, [part for part in _parts(drafts) if isinstance(part, ImageRef)])
 
@@ -114,7 +122,7 @@ async def prepare(
                 chat,
                 params,
                 priority=priority,
-                namespace=caller.namespace,
+                namespace=namespace,
                 rendering=rendering,
             )
         except ImageError:

@@ -150,6 +150,7 @@ async def admit(
         params,
         priority(body),
         rendering(body),
+        body.cache_salt or "",
     )
     deadline_s = min(body.deadline_s or service.config.request_deadline_s, service.config.request_deadline_s)
     unique = {image.key: image for image in prepared.images}.values()

@@ -123,6 +123,25 @@ class PrefixMiddleware:
         await self._app({**scope, "root_path": prefix, "path": path}, receive, send)
 
 
+class HeadMiddleware:
+    """HEAD is answered wherever GET is, with the headers of its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def headers_only(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, headers_only)
+
+
 class ServiceMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app

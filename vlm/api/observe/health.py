@@ -8,9 +8,10 @@ import contextlib
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from vlm import __version__
 from vlm.api.guard.routes import OPEN, ServiceRoute
 from vlm.api.observe.metrics import CONTENT_TYPE
-from vlm.api.responses import Health, ModelCard, ModelList, errors
+from vlm.api.responses import Health, ModelCard, ModelList, VersionOut, errors
 from vlm.api.service import Service, service_of
 from vlm.requests.errors import unknown_model
 from workers.contract.engine_client import EngineUnavailable
@@ -20,6 +21,13 @@ router = APIRouter(route_class=ServiceRoute)
 _STATS_TIMEOUT_S = 1.0
 
 
+@router.get("/version", openapi_extra=OPEN)
+async def version() -> VersionOut:
+    """Of this package."""
+    return VersionOut(version=__version__)
+
+
+@router.get("/ping", openapi_extra=OPEN, responses={200: {"model": Health}}, response_model=None)
 @router.get("/health/live", openapi_extra=OPEN, responses={200: {"model": Health}}, response_model=None)
 async def live() -> Response:
     """This process answers. Nothing else is looked at."""

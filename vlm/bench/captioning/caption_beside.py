@@ -16,7 +16,7 @@ from vlm.bench.harness.bench_pages import draw_page, encode
 from vlm.bench.harness.load_client import LoadClient, Sample
 from vlm.bench.harness.results import result, say, spread
 from vlm.bench.harness.server_process import Served, served
-from vlm.bench.serve_bench import chat_body, percentile
+from vlm.bench.serving.mix import chat_body, percentile
 
 KINDS = (("cold", "Read the text."), ("warm", "Describe the image."))
 ROUNDS = 5

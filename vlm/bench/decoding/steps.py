@@ -82,10 +82,12 @@ class Peer:
 
 
 def cpu_seconds_per_step(step: Callable[[], None], steps: int = STEPS) -> float:
-    started = time.process_time()
-    for _ in range(steps):
+    """Of so many steps, and more until the clock has moved: some stand still for milliseconds."""
+    started, count = time.process_time(), 0
+    while count < steps or time.process_time() == started:
         step()
-    return (time.process_time() - started) / steps
+        count += 1
+    return (time.process_time() - started) / count
 
 
 def read_bandwidth(rounds: int) -> list[float]:
@@ -98,7 +100,6 @@ def read_bandwidth(rounds: int) -> list[float]:
     data = torch.ones(64 << 20)
     rates = []
     for _ in range(rounds + 1):
-        started = time.process_time()
-        read_all(data.data_ptr(), data.numel())
-        rates.append(data.nbytes / (time.process_time() - started))
+        seconds = cpu_seconds_per_step(lambda: read_all(data.data_ptr(), data.numel()), 1)
+        rates.append(data.nbytes / seconds)
     return rates[1:]

@@ -1,4 +1,4 @@
-"""Parts of `vlm bench serve` that are runs of their own.
+"""What `vlm bench serve` asks, and its parts that are runs of their own.
 
 Front door: `vlm.bench.serve_bench`.
 """

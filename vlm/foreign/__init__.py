@@ -1,0 +1,1 @@
+"""Models that no family claims, and transformers runs."""
