@@ -5,7 +5,7 @@ import pytest
 import torch
 from train_fixtures import tiny_network, tiny_template
 
-from vlm.train.batches import Asked, choose_questions, collate, draw
+from vlm.train.batches import QuestionSet, choose_questions, collate, draw
 from vlm.train.drawing.documents import KINDS, compose_document
 from vlm.train.prompts import PromptBuilder
 from vlm.train.stages import BEST, LAST, STAGES, Stage
@@ -74,7 +74,7 @@ def test_the_best_checkpoint_is_kept_and_validation_logged(tmp_path: Path, templ
 def test_loss_falls_on_repeated_documents(tmp_path: Path, template: Path) -> None:
     run = trainer(tmp_path / "run", template)
     document = compose_document("label", 7, 0.0)
-    batch = collate([(document, Asked(list(document.questions)))], run.builder)
+    batch = collate([(document, QuestionSet(list(document.questions)))], run.builder)
     losses = []
     for _ in range(30):
         outcome = run_batch(run.network, batch, with_heads=True, frozen_tower=False)
@@ -87,8 +87,8 @@ def test_loss_falls_on_repeated_documents(tmp_path: Path, template: Path) -> Non
 def test_equal_tiles_are_encoded_once_and_used_in_order(template: Path) -> None:
     builder = PromptBuilder(template)
     document = compose_document("receipt", 1)
-    once = collate([(document, Asked(list(document.questions[:1])))], builder)
-    twice = collate([(document, Asked(list(document.questions[:1])))] * 2, builder)
+    once = collate([(document, QuestionSet(list(document.questions[:1])))], builder)
+    twice = collate([(document, QuestionSet(list(document.questions[:1])))] * 2, builder)
     assert len(twice.tiles) == len(once.tiles)
     assert twice.uses.tolist() == once.uses.tolist() * 2
     assert twice.lengths == once.lengths * 2

@@ -44,14 +44,14 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionSet:
     """What is asked of one image; `first`: the only question, written before the image."""
 
     questions: list[Question]
     first: bool = False
 
 
-def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> Asked:
+def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> QuestionSet:
     """Questions in random order up to the token limit, two of them about lines; the whole text comes first
     two times out of three.
 
@@ -60,11 +60,11 @@ def choose_questions(rng: Random, document: Document, builder: PromptBuilder) ->
     """
     presets = preset_questions(document)
     if presets and rng.random() < PRESET_SHARE:
-        return Asked([rng.choice(presets)], rng.random() < 0.5)
+        return QuestionSet([rng.choice(presets)], rng.random() < 0.5)
     if rng.random() < FIRST_SHARE:
         kinds = sorted({question.kind for question in document.questions})
         kind = rng.choice(kinds)
-        return Asked([rng.choice([q for q in document.questions if q.kind == kind])], True)
+        return QuestionSet([rng.choice([q for q in document.questions if q.kind == kind])], True)
     questions = list(document.questions)
     rng.shuffle(questions)
     lines = [question for question in questions if question.kind == "line"][2:]
@@ -79,10 +79,10 @@ def choose_questions(rng: Random, document: Document, builder: PromptBuilder) ->
         if chosen and room < 0:
             break
         chosen.append(question)
-    return Asked(chosen)
+    return QuestionSet(chosen)
 
 
-def collate(items: list[tuple[Document, Asked]], builder: PromptBuilder) -> Batch:
+def collate(items: list[tuple[Document, QuestionSet]], builder: PromptBuilder) -> Batch:
     """Documents with the questions to ask of each."""
     sequences, answers = [], []
     tiles: list[np.ndarray] = []
@@ -136,13 +136,13 @@ def draw(
     return compose_document(kind, seed, round(level, 1), wider), rng
 
 
-def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, Asked]]:
+def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, QuestionSet]]:
     """The fixed documents of every kind, with all their questions; once more with one before the image."""
     items = []
     for kind in KINDS:
         for number in range(per_kind):
             document = compose_document(kind, first_seed + number, level)
-            items.append((document, Asked(list(document.questions))))
+            items.append((document, QuestionSet(list(document.questions))))
             question = document.questions[number % len(document.questions)]
-            items.append((document, Asked([question], True)))
+            items.append((document, QuestionSet([question], True)))
     return items
