@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
+from llm.request import SamplingParams
 from vlm.bench.accuracy_bench import summarise
+from vlm.build import build_local_pipeline
 from vlm.caption.presets import PRESETS
+from vlm.config import EngineOptions
+from vlm.pipeline import ChatMessage, ImageInput
 from vlm.train.drawing.documents import compose_document, preset_questions
 from vlm.train.evaluate import Report
 
@@ -34,3 +41,29 @@ def test_presets_are_asked_in_the_words_the_model_was_taught(kind: str) -> None:
 
 def test_documents_without_a_seller_have_no_preset_questions() -> None:
     assert preset_questions(compose_document("label", 5)) == []
+
+
+def test_the_default_model_answers_a_question_before_the_image_as_behind_it() -> None:
+    """As OpenAI's documentation and many clients send it."""
+    invoice = (Path(__file__).parent.parent / "vlm/samples/invoice.png").read_bytes()
+    expected = {
+        "What is the total?": "258.92",
+        "What is the date?": "2027-04-23",
+        "Who is the seller?": "Ze Deli",
+    }
+
+    async def ask() -> list[str]:
+        pipeline = build_local_pipeline(EngineOptions(kv_cache_mb=64))
+        await pipeline.start()
+        try:
+            answers = []
+            for question in expected:
+                for parts in ((question, ImageInput(invoice)), (ImageInput(invoice), question)):
+                    message = ChatMessage("user", parts)
+                    prepared = pipeline.prepare("r", [message], SamplingParams(max_tokens=20))
+                    answers.append((await pipeline.answer(prepared)).choices[0].text)
+            return answers
+        finally:
+            await pipeline.close()
+
+    assert asyncio.run(ask()) == [answer for answer in expected.values() for _ in range(2)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from train_fixtures import tiny_network, tiny_template
 
-from vlm.train.batches import choose_questions, collate, draw
+from vlm.train.batches import QuestionSet, choose_questions, collate, draw
 from vlm.train.drawing.documents import KINDS, compose_document
 from vlm.train.prompts import PromptBuilder
 from vlm.train.stages import BEST, LAST, STAGES, Stage
@@ -74,7 +74,7 @@ def test_the_best_checkpoint_is_kept_and_validation_logged(tmp_path: Path, templ
 def test_loss_falls_on_repeated_documents(tmp_path: Path, template: Path) -> None:
     run = trainer(tmp_path / "run", template)
     document = compose_document("label", 7, 0.0)
-    batch = collate([(document, list(document.questions))], run.builder)
+    batch = collate([(document, QuestionSet(list(document.questions)))], run.builder)
     losses = []
     for _ in range(30):
         outcome = run_batch(run.network, batch, with_heads=True, frozen_tower=False)
@@ -87,8 +87,8 @@ def test_loss_falls_on_repeated_documents(tmp_path: Path, template: Path) -> Non
 def test_equal_tiles_are_encoded_once_and_used_in_order(template: Path) -> None:
     builder = PromptBuilder(template)
     document = compose_document("receipt", 1)
-    once = collate([(document, list(document.questions[:1]))], builder)
-    twice = collate([(document, list(document.questions[:1]))] * 2, builder)
+    once = collate([(document, QuestionSet(list(document.questions[:1])))], builder)
+    twice = collate([(document, QuestionSet(list(document.questions[:1])))] * 2, builder)
     assert len(twice.tiles) == len(once.tiles)
     assert twice.uses.tolist() == once.uses.tolist() * 2
     assert twice.lengths == once.lengths * 2
@@ -106,10 +106,23 @@ def test_questions_stay_within_the_token_limit(template: Path) -> None:
     mix, levels = {"invoice": 1.0}, dict.fromkeys(KINDS, 1.0)
     for index in range(30):
         document, rng = draw(index, 0, mix, levels)
-        chosen = choose_questions(rng, document, builder)
+        chosen = choose_questions(rng, document, builder).questions
         tokens = sum(len(part) for q in chosen for part in builder.segment(q.text, q.answer))
         assert chosen
         assert len(chosen) == 1 or tokens <= 150
+
+
+def test_questions_come_in_both_orders_and_documents_in_more_than_the_domains_fonts(template: Path) -> None:
+    builder = PromptBuilder(template)
+    mix, levels = {"receipt": 1.0}, dict.fromkeys(KINDS, 1.0)
+    asked = []
+    for index in range(60):
+        document, rng = draw(index, 0, mix, levels)
+        asked.append(choose_questions(rng, document, builder))
+    first = [one for one in asked if one.first]
+    assert 8 < len(first) < 35 and all(len(one.questions) == 1 for one in first)
+    narrow, wide = (compose_document("receipt", 3, 1.0, wider) for wider in (False, True))
+    assert narrow.lines == wide.lines and narrow.image.tobytes() != wide.image.tobytes()
 
 
 def test_score_weighs_document_kinds_equally() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vlm.train.decoder import segment_mask
 from vlm.train.drawing.documents import (
-    INSTRUCTION_FIRST,
     KINDS,
     Document,
     Question,
@@ -20,6 +19,8 @@ from vlm.train.drawing.tiles import cut, patch_targets
 from vlm.train.prompts import PromptBuilder, Sequence
 
 PRESET_SHARE = 0.12
+FIRST_SHARE = 0.33
+WIDER_SHARE = 0.4
 QUESTION_TOKENS = 150  # a document's questions and answers are cut to about this many tokens
 
 
@@ -42,15 +43,28 @@ class Batch:
     answers: list[tuple[str, int, int]]
 
 
-def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> list[Question]:
-    """Questions in random order up to the token limit, two of them about lines.
+@dataclass(frozen=True)
+class QuestionSet:
+    """What is asked of one image; `first`: the only question, written before the image."""
 
-    The whole text comes first two times out of three. One document in eight that captioning's presets fit
-    is asked one of these alone.
+    questions: list[Question]
+    first: bool = False
+
+
+def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> QuestionSet:
+    """Questions in random order up to the token limit, two of them about lines; the whole text comes first
+    two times out of three.
+
+    Clients write text and image in either order: one document in three is asked one question, before the
+    image. One in eight that captioning's presets fit is asked one of these alone, in either order.
     """
     presets = preset_questions(document)
     if presets and rng.random() < PRESET_SHARE:
-        return [rng.choice(presets)]
+        return QuestionSet([rng.choice(presets)], rng.random() < 0.5)
+    if rng.random() < FIRST_SHARE:
+        kinds = sorted({question.kind for question in document.questions})
+        kind = rng.choice(kinds)
+        return QuestionSet([rng.choice([q for q in document.questions if q.kind == kind])], True)
     questions = list(document.questions)
     rng.shuffle(questions)
     lines = [question for question in questions if question.kind == "line"][2:]
@@ -65,10 +79,10 @@ def choose_questions(rng: Random, document: Document, builder: PromptBuilder) ->
         if chosen and room < 0:
             break
         chosen.append(question)
-    return chosen
+    return QuestionSet(chosen)
 
 
-def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder) -> Batch:
+def collate(items: list[tuple[Document, QuestionSet]], builder: PromptBuilder) -> Batch:
     """Documents with the questions to ask of each."""
     sequences, answers = [], []
     tiles: list[np.ndarray] = []
@@ -76,7 +90,7 @@ def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder
     uses: list[int] = []
     seen: dict[bytes, int] = {}
     wanted = 0
-    for document, questions in items:
+    for document, asked in items:
         pieces = cut(document.image)
         marks = patch_targets(document.glyphs, document.spots, pieces.rows, pieces.cols)
         for tile, targets in zip(pieces.tiles, marks, strict=True):
@@ -88,13 +102,14 @@ def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder
         sequence: Sequence = builder.sequence(
             pieces.rows,
             pieces.cols,
-            [(q.text, q.answer) for q in questions],
-            instruction_first=questions[0].kind in INSTRUCTION_FIRST,
+            [(q.text, q.answer) for q in asked.questions],
+            instruction_first=asked.first,
         )
         sequences.append(sequence)
-        for number, question in enumerate(questions, 1):
+        for number, question in enumerate(asked.questions, 1):
             count = int((sequence.targets[sequence.segments == number] >= 0).sum())
-            answers.append((f"{document.kind}/{question.kind}", wanted, wanted + count))
+            name = f"{document.kind}/{question.kind}{'-first' if asked.first else ''}"
+            answers.append((name, wanted, wanted + count))
             wanted += count
     return Batch(
         torch.from_numpy(np.stack(tiles)),
@@ -112,18 +127,22 @@ def collate(items: list[tuple[Document, list[Question]]], builder: PromptBuilder
 def draw(
     index: int, run_seed: int, mix: dict[str, float], levels: dict[str, float]
 ) -> tuple[Document, Random]:
-    """Training document number `index`: three of ten come from an easier level than the current one."""
+    """Training document number `index`: three of ten come from an easier level than the current one, four
+    are drawn wider than the domain."""
     rng = Random(f"train/{run_seed}/{index}")
     kind = rng.choices(list(mix), list(mix.values()))[0]
     level = levels[kind] * (rng.random() if rng.random() < 0.3 else 1.0)
-    return compose_document(kind, rng.randrange(10**9), round(level, 1)), rng
+    seed, wider = rng.randrange(10**9), rng.random() < WIDER_SHARE
+    return compose_document(kind, seed, round(level, 1), wider), rng
 
 
-def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, list[Question]]]:
-    """The fixed documents of every kind, with all their questions."""
+def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, QuestionSet]]:
+    """The fixed documents of every kind, with all their questions; once more with one before the image."""
     items = []
     for kind in KINDS:
         for number in range(per_kind):
             document = compose_document(kind, first_seed + number, level)
-            items.append((document, list(document.questions)))
+            items.append((document, QuestionSet(list(document.questions))))
+            question = document.questions[number % len(document.questions)]
+            items.append((document, QuestionSet([question], True)))
     return items

@@ -59,8 +59,6 @@ SELLER = ("Who is the seller?", "What is the name of the seller?", "Which compan
 
 FIELDS = "Give the fields of the document as JSON."
 SUMMARY = "Summarize the document in one or two sentences."
-INSTRUCTION_FIRST = ("fields", "summary")
-"""Kinds of questions written before the image, as captioning asks them, so that pages share the prefix."""
 
 
 def preset_questions(document: "Document") -> list[Question]:
@@ -112,7 +110,7 @@ def _held_out(rng: Random, seed: int) -> bool:
     return seed >= HELD_OUT_SEED and rng.random() < 0.75
 
 
-def receipt(rng: Random, seed: int, level: float) -> Document:
+def receipt(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     """Seller, date, up to three items and a total, on a narrow (128x256) or square (256x256) page."""
     width = 128 if rng.random() < 0.6 else 256
     narrow = width == 128
@@ -125,10 +123,10 @@ def receipt(rng: Random, seed: int, level: float) -> Document:
     if rng.random() < 0.2:
         draft.lines[0], draft.lines[1] = draft.lines[1], draft.lines[0]
     questions = _sale(rng, "receipt", seller, day, items, total)
-    return _compose(rng, "receipt", Page(width, 256), draft, level, questions)
+    return _compose(rng, "receipt", Page(width, 256), draft, level, questions, wider)
 
 
-def invoice(rng: Random, seed: int, level: float) -> Document:
+def invoice(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     """A numbered invoice of four to six lines on a square page, or of four on a wide one (256x128)."""
     wide = rng.random() < 0.4
     seller = words.seller_name(rng, 15, _held_out(rng, seed))
@@ -142,10 +140,10 @@ def invoice(rng: Random, seed: int, level: float) -> Document:
     )
     questions = _sale(rng, "invoice", seller, day, items, total)
     questions.append(Question("number", "What is the number of the invoice?", number))
-    return _compose(rng, "invoice", Page(256, 128 if wide else 256), draft, level, questions)
+    return _compose(rng, "invoice", Page(256, 128 if wide else 256), draft, level, questions, wider)
 
 
-def label(rng: Random, seed: int, level: float) -> Document:
+def label(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     """One to four lines of free text at the size of receipts, on any of the three page shapes."""
     width, height = rng.choice([(128, 256), (256, 128), (256, 256)])
     letters = 10 if width == 128 else 16
@@ -153,18 +151,24 @@ def label(rng: Random, seed: int, level: float) -> Document:
     draft = Draft(
         [(words.free_line(rng, max(4, round(letters * (0.3 + 0.7 * level)))), "") for _ in range(count)]
     )
-    return _compose(rng, "label", Page(width, height), draft, level, [])
+    return _compose(rng, "label", Page(width, height), draft, level, [], wider)
 
 
 def _compose(
-    rng: Random, kind: str, page: Page, draft: Draft, level: float, questions: list[Question]
+    rng: Random,
+    kind: str,
+    page: Page,
+    draft: Draft,
+    level: float,
+    questions: list[Question],
+    wider: bool,
 ) -> Document:
-    image, glyphs = layout.draw_lines(rng, page, draft.lines, level)
+    image, glyphs = layout.draw_lines(rng, page, draft.lines, level, wider)
     texts = draft.texts()
     return Document(kind, image, (*questions, *reading_questions(rng, texts)), tuple(glyphs), tuple(texts))
 
 
-def sign(rng: Random, seed: int, level: float) -> Document:
+def sign(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     """One to three lines of up to nine large characters (16 to 34 px in the thumbnail), square page."""
     letters = 2 + round(7 * level)
     texts = [words.free_line(rng, letters) for _ in range(rng.randint(1, 1 + round(2 * level)))]
@@ -172,7 +176,7 @@ def sign(rng: Random, seed: int, level: float) -> Document:
     return Document("sign", image, tuple(reading_questions(rng, texts)), tuple(glyphs), tuple(texts))
 
 
-def shape_picture(rng: Random, seed: int, level: float) -> Document:
+def shape_picture(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     """Up to three coloured shapes on a square page, with captions, counts, colours and shapes by colour."""
     drawn = shapes.choose(rng, rng.randint(1, 1 + round(2 * level)))
     questions = tuple(Question(kind, text, answer) for kind, text, answer in shapes.questions(rng, drawn))
@@ -180,7 +184,7 @@ def shape_picture(rng: Random, seed: int, level: float) -> Document:
     return Document("shapes", image, questions, spots=tuple(spots))
 
 
-KINDS: dict[str, Callable[[Random, int, float], Document]] = {
+KINDS: dict[str, Callable[[Random, int, float, bool], Document]] = {
     "shapes": shape_picture,
     "sign": sign,
     "label": label,
@@ -189,13 +193,14 @@ KINDS: dict[str, Callable[[Random, int, float], Document]] = {
 }
 
 
-def compose_document(kind: str, seed: int, level: float = 1.0) -> Document:
-    """Document number `seed` of a kind of KINDS; `level` from 0 (easiest) to 1 (the whole domain)."""
+def compose_document(kind: str, seed: int, level: float = 1.0, wider: bool = False) -> Document:
+    """Document number `seed` of a kind of KINDS; `level` from 0 (easiest) to 1 (the whole domain), `wider`:
+    lines in more fonts and looser columns than the domain's."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of document; known: {', '.join(KINDS)}")
     if not 0.0 <= level <= 1.0:
         raise ValueError("level must lie between 0 and 1")
-    return KINDS[kind](Random(f"{kind}/{seed}/{level:.3f}"), seed, level)
+    return KINDS[kind](Random(f"{kind}/{seed}/{level:.3f}"), seed, level, wider)
 
 
 def make_document(kind: str, seed: int, level: float = 1.0) -> tuple[Image.Image, list[tuple[str, str]]]:

@@ -7,13 +7,20 @@ from pathlib import Path
 from PIL import ImageFont
 
 FAMILIES = {"sans": "DejaVuSans-Bold.ttf", "mono": "DejaVuSansMono-Bold.ttf"}
+FURTHER = {
+    "sans-regular": "DejaVuSans.ttf",
+    "mono-regular": "DejaVuSansMono.ttf",
+    "serif-regular": "DejaVuSerif.ttf",
+    "serif-bold": "DejaVuSerif-Bold.ttf",
+}
+"""Training draws these too; the domain that is measured is of FAMILIES."""
 DEBIAN_FOLDER = Path("/usr/share/fonts/truetype/dejavu")
 
 
 @cache
 def font_path(family: str) -> Path:
-    """The file of a family of FAMILIES. Raises FileNotFoundError where neither source has it."""
-    name = FAMILIES[family]
+    """The file of a family of FAMILIES or FURTHER. Raises FileNotFoundError where neither source has it."""
+    name = (FAMILIES | FURTHER)[family]
     folders = []
     spec = find_spec("matplotlib")
     if spec is not None and spec.origin is not None:
