@@ -38,6 +38,17 @@ _DESCRIPTIONS = {
 
 BODY = (400, 401, 408, 413, 415, 429, 431, 503)  # of every route that takes a body
 
+# of each event, as OpenAPI before 3.2 has it
+EVENT_STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
+
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}

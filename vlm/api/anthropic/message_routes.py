@@ -13,7 +13,7 @@ from vlm.api.chat.convert import prepare
 from vlm.api.chat.generate import admit, rendering
 from vlm.api.chat.streaming import EventStream, until_disconnect
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import BODY, AnthropicMessage, InputTokens, errors
+from vlm.api.responses import BODY, EVENT_STREAM, AnthropicMessage, InputTokens, errors
 from vlm.api.service import caller_of, service_of
 from vlm.requests.anthropic_schemas import CountRequest, MessagesRequest, chat_of
 from vlm.requests.errors import ApiError
@@ -29,7 +29,7 @@ router = APIRouter(route_class=ServiceRoute)
         200: {
             "model": AnthropicMessage,
             "description": "The answer; with `stream`, server-sent events of it.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": EVENT_STREAM,
         },
         **errors(*BODY, 404),
     },

@@ -9,7 +9,7 @@ from vlm.api.chat.completion import chunks, completion
 from vlm.api.chat.generate import admit
 from vlm.api.chat.streaming import EventStream, until_disconnect
 from vlm.api.guard.routes import ServiceRoute
-from vlm.api.responses import BODY, ChatCompletion, errors
+from vlm.api.responses import BODY, EVENT_STREAM, ChatCompletion, errors
 from vlm.api.service import caller_of, service_of
 from vlm.requests.errors import ApiError
 from vlm.requests.schemas import ChatRequest
@@ -24,7 +24,7 @@ router = APIRouter(route_class=ServiceRoute)
         200: {
             "model": ChatCompletion,
             "description": "The answer; with `stream`, server-sent chunks of it.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": EVENT_STREAM,
         },
         **errors(*BODY, 404),
     },
