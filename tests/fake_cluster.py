@@ -28,12 +28,14 @@ class FakeReplica:
     """Takes its messages from `FakeNode` in place of a Celery worker.
 
     `steps_at_once`: of its engine, ten times a second; 0 for as many as it can.
+    `hold_after`: its engine stands still behind so many steps, until this is None.
     """
 
     def __init__(self, name: str, url: str) -> None:
         self.taken: list[str] = []
         self.alter: Callable[[dict[str, Any]], object] = lambda message: None
         self.steps_at_once = 0
+        self.hold_after: int | None = None
         self._steps = 0
         self.replica = Replica(name, url, lambda progress: self._paced(fake_runner()), lambda: None)
         self.replica.start()
@@ -54,6 +56,8 @@ class FakeReplica:
             self._steps += 1
             if self.steps_at_once and self._steps % self.steps_at_once == 0:
                 time.sleep(0.1)
+            while self.hold_after is not None and self._steps > self.hold_after:
+                time.sleep(0.005)
             return step()
 
         runner.step = paced  # type: ignore[method-assign]

@@ -60,6 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def replica(redis_server: RedisServer, quick: None) -> Iterator[FakeReplica]:
     made = FakeReplica("a", redis_server.url)
     yield made
+    made.hold_after = None
     made.replica.close()
 
 
@@ -111,7 +112,7 @@ def test_a_node_that_was_given_up_begins_its_answers_anew_without_a_seam(
     async def main() -> None:
         async with fake_node(proxy.url, [replica]) as node:
             seen: list[Event] = []
-            replica.steps_at_once = 5
+            replica.steps_at_once = 1
             task = asyncio.create_task(answer(node, seen))
             await until(lambda: bool(tokens_of(seen)))
             await asyncio.to_thread(proxy.silence)
@@ -132,11 +133,11 @@ def test_answers_whose_last_words_were_lost_meanwhile_are_asked_for_again(
     async def main() -> None:
         async with fake_node(proxy.url, [replica]) as node:
             seen: list[Event] = []
-            replica.steps_at_once = 5
+            replica.hold_after = 5
             task = asyncio.create_task(answer(node, seen))
             await until(lambda: bool(tokens_of(seen)))
             await asyncio.to_thread(proxy.silence)
-            replica.steps_at_once = 0
+            replica.hold_after = None
             await until(lambda: not replica.replica._calls)
             client.delete(stream_name(node.node))
             await asyncio.sleep(4 * TTL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from vlm.plan.machine.probes import (
     BATCH,
     DECODERS,
     DECODES,
+    THIN,
     TOWERS,
+    decoder_probe,
     fit_decoder,
     fit_tower,
     non_negative_fit,
 )
-from vlm.plan.machine.rates import copy_bandwidth
+from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
 from vlm.plan.machine.synthetic import SMOLVLM_256M, Sizes, write_checkpoint
 
 STORED = Precision(2, 4, 32)
@@ -179,7 +182,7 @@ def test_an_image_is_charged_once_however_many_tiles_it_makes(monkeypatch: pytes
     def ten_milliseconds(*_: Any) -> None:
         now[0] += 0.010
 
-    monkeypatch.setattr("vlm.plan.machine.calibration.time.process_time", lambda: now[0])
+    monkeypatch.setattr("vlm.plan.machine.rates.time.process_time", lambda: now[0])
     monkeypatch.setattr("preprocess.stage.preprocess", ten_milliseconds)
     assert preprocess_seconds(2) == pytest.approx((0.0, 0.010 / 5))
 
@@ -188,6 +191,19 @@ def test_small_measurements_are_positive() -> None:
     assert copy_bandwidth(1 << 20, 2) > 0
     per_megapixel, per_tile = preprocess_seconds(1)
     assert per_tile > 0 and per_megapixel >= 0
+
+
+@pytest.mark.parametrize("tick_s", [0.01, 1e9])
+def test_a_machine_whose_processor_clock_hardly_ticks_is_measured_by_the_wall_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tick_s: float
+) -> None:
+    fine = time.process_time
+    monkeypatch.setattr(time, "process_time", lambda: fine() // tick_s * tick_s)
+    probe = decoder_probe(write_checkpoint(tmp_path, THIN))
+    probe.round()
+    assert min(probe.median(kind, length) for kind, length in probe.seconds) > 0
+    assert copy_bandwidth(1 << 20, 2) < float("inf") and gemm_rate("cpu", 1) < float("inf")
+    assert preprocess_seconds(1)[1] > 0
 
 
 @pytest.mark.slow

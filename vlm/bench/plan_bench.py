@@ -25,7 +25,7 @@ from vlm.config import DEFAULT_MODEL, EngineOptions
 from vlm.plan.catalog import PlannedModel, load_model
 from vlm.plan.labs.image_lab import costs_of_images, plan_image
 from vlm.plan.machine.calibration import describe, measure_machine, precision_here
-from vlm.plan.machine.rates import clock
+from vlm.plan.machine.rates import start_timer
 from vlm.plan.machine.synthetic import SMOLVLM_256M, write_checkpoint
 from vlm.spec import ModelSpec
 from workers.local.engine_runner import EngineRunner
@@ -36,29 +36,29 @@ BATCHES = (1, 4)
 
 
 class _Run:
-    """Steps a runner with one question to the end, on a clock of CPU time."""
+    """Steps a runner with one question to the end, in CPU time."""
 
     def __init__(self, spec: ModelSpec, runner: EngineRunner) -> None:
-        self.spec, self.runner, self.now = spec, runner, clock()
+        self.spec, self.runner = spec, runner
         self.peak_blocks = 0
 
     def answer(self, asked: list[ImageRequest]) -> tuple[float, list[float]]:
         """(seconds to the first token, seconds of each decode step with all sequences running)."""
         images = {key: data for one in asked for key, data in one.images.items()}
-        started = self.now()
+        since_start = start_timer()
         for one in asked:
             self.runner.submit(one.request)
         first, steps = 0.0, []
         ended = 0
         while ended < len(asked):
-            before = self.now()
+            in_step = start_timer()
             events = self.runner.step()
-            after = self.now()
+            spent = in_step()
             tokens = [event for event in events if isinstance(event, Delta)]
             if tokens and not first:
-                first = after - started
+                first = since_start()
             elif len(tokens) == len(asked):
-                steps.append(after - before)
+                steps.append(spent)
             self.peak_blocks = max(self.peak_blocks, self.runner.engine.stats().kv_blocks_held)
             ended += sum(isinstance(event, Finished) for event in events)
             for event in events:

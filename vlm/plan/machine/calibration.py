@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from vlm.plan.machine.probes import (
     fit_tower,
     tower_probe,
 )
-from vlm.plan.machine.rates import cache_bytes, copy_bandwidth, gemm_rate
+from vlm.plan.machine.rates import cache_bytes, copy_bandwidth, gemm_rate, start_timer
 from vlm.plan.machine.synthetic import write_checkpoint
 
 QUICK_ROUNDS, ROUNDS = 4, 8
@@ -123,11 +122,11 @@ def preprocess_seconds(rounds: int) -> tuple[float, float]:
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
         preprocess(buffer.getvalue(), spec, ImageLimits())
-        started, count = time.process_time(), 0
-        while count < rounds or time.process_time() - started < LEAST_MEASURED_S:
+        spent, count = start_timer(), 0
+        while count < rounds or spent() < LEAST_MEASURED_S:
             preprocess(buffer.getvalue(), spec, ImageLimits())
             count += 1
-        return (time.process_time() - started) / count
+        return spent() / count
 
     small, large = seconds(64), seconds(1024)  # of as many tiles
     return max(0.0, large - small) / (1024**2 / 1e6), small / spec.rule.grid(64, 64).num_tiles

@@ -21,7 +21,7 @@ from llm.request import ImageSpan, Prompt, Request, SamplingParams, VisualKey
 from preprocess.types import TileGrid, Tiles
 from preprocess.wire import to_bytes
 from vlm.checkpoint import Checkpoint
-from vlm.plan.machine.rates import clock
+from vlm.plan.machine.rates import start_timer
 from vlm.plan.machine.synthetic import Sizes
 from vlm.spec import ModelSpec
 
@@ -61,7 +61,7 @@ class DecoderProbe:
 
     runner: Any
     shape: DecoderShape
-    now: Callable[[], float]
+    device: str
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     _asked: int = 0
 
@@ -84,9 +84,9 @@ class DecoderProbe:
             self.runner.submit(Request(str(self._asked), Prompt(ids), params))
         steps = []
         while self.runner.has_work:
-            started = self.now()
+            spent = start_timer(self.device)
             self.runner.step()
-            steps.append(self.now() - started)
+            steps.append(spent())
         return steps
 
 
@@ -97,7 +97,7 @@ def decoder_probe(directory: Path, device: str = "cpu", dtype: Dtype = "float32"
     options = EngineOptions(
         model=str(directory), kv_cache_mb=16, prefix_cache=False, device=device, dtype=dtype
     )
-    return DecoderProbe(build_runner(options), ModelSpec.load(directory).shape, clock(device))
+    return DecoderProbe(build_runner(options), ModelSpec.load(directory).shape, device)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class TowerProbe:
     runner: Any
     spec: ModelSpec
     shape: TowerShape
-    now: Callable[[], float]
+    device: str
     grids: tuple[TileGrid, ...]
     seconds: dict[TileGrid, list[float]] = field(default_factory=lambda: defaultdict(list))
     _asked: int = 0
@@ -131,13 +131,13 @@ class TowerProbe:
         prompt = Prompt((1,) * length, (ImageSpan(2, length - 4, key, 0),))
         sent = to_bytes(Tiles(tiles, grid))
         disturb_caches()
-        started = self.now()
+        spent = start_timer(self.device)
         self.runner.submit(Request(str(self._asked), prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
         self.runner.step()
         self.runner.put_tiles(key, sent)
         while self.runner.has_work:
             self.runner.step()
-        return self.now() - started
+        return spent()
 
 
 def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
@@ -153,7 +153,7 @@ def tower_probe(directory: Path, device: str = "cpu") -> TowerProbe:
     grids = [TileGrid(0, 0, True, side, side)]
     if shape.flops(grids[0]) < SMALL_TOWER:  # what a call costs shows where a tile costs little
         grids.append(TileGrid(2, 2, True, side, side))
-    return TowerProbe(build_runner(options), spec, shape, clock(device), tuple(grids))
+    return TowerProbe(build_runner(options), spec, shape, device, tuple(grids))
 
 
 def non_negative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

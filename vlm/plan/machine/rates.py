@@ -12,12 +12,22 @@ import numpy as np
 from encoder.encoder_config import Arithmetic
 
 
-def clock(device: str = "cpu") -> Callable[[], float]:
-    """CPU time where one thread computes, since machines are shared; else wall time."""
+def start_timer(device: str = "cpu") -> Callable[[], float]:
+    """Seconds from now until it is called: of CPU where one thread computes, since machines are shared.
+
+    Wall time where several threads or a device compute, and where the processor's clock has not moved:
+    on some virtual machines it ticks every 10 ms.
+    """
     import torch
 
     single = device == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if single else time.perf_counter
+    wall, cpu = time.perf_counter(), time.process_time()
+
+    def seconds() -> float:
+        spent = time.process_time() - cpu if single else 0.0
+        return spent or time.perf_counter() - wall
+
+    return seconds
 
 
 _SIDE, _GPU_SIDE = 1024, 8192  # of the matrices
@@ -31,11 +41,11 @@ def gemm_rate(device: str, rounds: int, arithmetic: Arithmetic | None = None) ->
     dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
     side = _SIDE if device == "cpu" else _GPU_SIDE
     a, b = torch.ones(2, side, side, device=device, dtype=dtype)
-    now, best = clock(device), float("inf")
+    best = float("inf")
     for _ in range(rounds + 1):
-        started = now()
+        seconds = start_timer(device)
         (a @ b).sum().item()
-        best = min(best, now() - started)
+        best = min(best, seconds())
     return 2.0 * side**3 / best
 
 
@@ -45,10 +55,10 @@ def copy_bandwidth(num_bytes: int = 64 << 20, rounds: int = 5) -> float:
     target = np.empty_like(source)
     seconds = []
     for _ in range(rounds):
-        started = time.process_time()
+        spent = start_timer()
         np.copyto(target, source)
-        seconds.append(time.process_time() - started)
-    return num_bytes / max(statistics.median(seconds), 1e-9)
+        seconds.append(spent())
+    return num_bytes / statistics.median(seconds)
 
 
 def cache_bytes() -> int:
