@@ -39,7 +39,6 @@ def decode(
     *,
     background: tuple[int, int, int] = WHITE,
     min_size: tuple[int, int] | None = None,
-    page: int = 0,
 ) -> Image.Image:
     """An RGB image, upright, transparency composited on `background`.
 
@@ -47,7 +46,7 @@ def decode(
     or 8 times smaller than it is, never below min_size; everything else comes out at its full size.
     Raises ImageError as `probe` does, `invalid_image` for a damaged file, and `unsupported_pixel_format`.
     """
-    return decode_header(open_header(data, limits or ImageLimits(), page), background, min_size)
+    return decode_header(open_header(data, limits or ImageLimits()), background, min_size)
 
 
 def decode_header(

@@ -53,16 +53,15 @@ class Header:
     num_pages: int
 
 
-def probe(data: bytes, limits: ImageLimits | None = None, page: int = 0) -> ImageInfo:
-    """Reads the header only.
+def probe(data: bytes, limits: ImageLimits | None = None) -> ImageInfo:
+    """Reads the header only, of a TIFF's first page.
 
     Raises ImageError: `empty_image`, `unsupported_image_format`, `invalid_image`, `image_too_large`,
-    `unsupported_aspect_ratio`, `image_page_not_found`.
+    `unsupported_aspect_ratio`.
     """
-    header = open_header(data, limits or ImageLimits(), page)
-    digest = hashlib.sha256(data).hexdigest()
+    header = open_header(data, limits or ImageLimits())
     return ImageInfo(
-        sha256=page_digest(digest, page),
+        sha256=hashlib.sha256(data).hexdigest(),
         format=header.format,
         width=header.width,
         height=header.height,
@@ -71,14 +70,7 @@ def probe(data: bytes, limits: ImageLimits | None = None, page: int = 0) -> Imag
     )
 
 
-def page_digest(digest: str, page: int) -> str:
-    """The identity of one page of a file: the file's own digest for page 0."""
-    if page == 0:
-        return digest
-    return hashlib.sha256(f"page:{page}:{digest}".encode()).hexdigest()
-
-
-def open_header(data: bytes, limits: ImageLimits, page: int = 0) -> Header:
+def open_header(data: bytes, limits: ImageLimits) -> Header:
     """Opens without decoding and applies every limit. Raises ImageError as `probe` does."""
     if not data:
         raise ImageError("empty_image", "The image is empty.")
@@ -86,16 +78,14 @@ def open_header(data: bytes, limits: ImageLimits, page: int = 0) -> Header:
         raise ImageError("image_too_large", f"The image has more than {limits.max_bytes} bytes.")
     name = sniff(data)
     with damage_is_refused(), quiet_pillow():
-        header = _open(name, data, limits, page)
+        header = _open(name, data, limits)
     _check_size(header.width, header.height, limits)
     return header
 
 
-def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
+def _open(name: str, data: bytes, limits: ImageLimits) -> Header:
     exif = b""
     offsets = _tiff_pages(data, limits) if name == "TIFF" else [0]
-    if not 0 <= page < len(offsets):
-        raise ImageError("image_page_not_found", "The image does not have that page.")
     if name == "JPEG":
         image, exif = open_jpeg(data)
     elif name == "PNG":
@@ -109,7 +99,7 @@ def _open(name: str, data: bytes, limits: ImageLimits, page: int) -> Header:
         data, exif = read_webp(data)
         image = _read(name, data)
     elif name == "TIFF":
-        image = _read(name, one_page(data, offsets[page], limits.max_pixels))
+        image = _read(name, one_page(data, offsets[0], limits.max_pixels))
     else:
         image = _read(name, data)
     width, height = image.size

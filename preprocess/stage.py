@@ -70,9 +70,9 @@ class PreprocessSpec:
         )
 
 
-def preprocess(data: bytes, spec: PreprocessSpec, limits: ImageLimits | None = None, page: int = 0) -> Tiles:
+def preprocess(data: bytes, spec: PreprocessSpec, limits: ImageLimits | None = None) -> Tiles:
     """Decodes, resizes and cuts. Raises ImageError as `decode` does."""
-    header = open_header(data, limits or ImageLimits(), page)
+    header = open_header(data, limits or ImageLimits())
     plan = spec.rule.plan(header.width, header.height, spec.detail)
     min_size = None
     if spec.variant == "fast" and not plan.boxes:

@@ -31,7 +31,7 @@ class ImageError(ValueError):
 class ImageInfo:
     """What the header says, without decoding a pixel."""
 
-    sha256: str  # 64 hex digits of the file's bytes: the image's identity (`page_digest` for page > 0)
+    sha256: str  # 64 hex digits of the file's bytes: the image's identity
     format: str  # "JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"
     width: int  # after EXIF orientation
     height: int  # after EXIF orientation

@@ -26,6 +26,7 @@ from vlm.caption.stats import RunStats
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.tiles_handle import TilesHandle
 from workers.local.page_drawing import PageRenderer
 from workers.local.preprocess_inline import InlinePreprocess
 
@@ -85,7 +86,7 @@ class FakeEngine:
         finally:
             self.running -= 1
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
         if not self._tiles[key].done():
             self._tiles[key].set_result(None)
 

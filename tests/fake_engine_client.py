@@ -34,7 +34,6 @@ from llm.request import (
     WantVisual,
 )
 from preprocess.limits import ImageLimits
-from preprocess.wire import from_bytes
 from vlm.api.app import create_app
 from vlm.api.guard.auth import KeyRing
 from vlm.api.server import CappedH11
@@ -42,6 +41,7 @@ from vlm.config import ServeConfig
 from vlm.pipeline import Pipeline
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.tiles_handle import TilesHandle
 from workers.local.preprocess_inline import InlinePreprocess
 
 
@@ -164,9 +164,9 @@ class FakeEngine:
         top = tuple((token_id + i, -0.1 - i) for i in range(request.params.logprobs))
         return (TokenLogprob(token_id, -0.1, top),)
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        self.tiles[key] = from_bytes(tiles).grid.num_tiles
-        self.pixels[key] = tiles
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
+        self.tiles[key] = tiles.grid.num_tiles
+        self.pixels[key] = bytes(tiles.wire())
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         self.failures[key] = (code, message)

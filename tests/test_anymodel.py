@@ -27,7 +27,6 @@ from transformers import AutoProcessor
 from llm.request import Delta, Failed, RequestError, SamplingParams
 from llm.text_config import ConfigError
 from preprocess.stage import preprocess
-from preprocess.wire import to_bytes
 from vlm.build import build_local_pipeline
 from vlm.cli.errors import CommandError
 from vlm.cli.tokens import show_tokens
@@ -84,7 +83,7 @@ class Bench:
         for event in events:
             if type(event).__name__ == "WantVisual":
                 image = self.images[event.key]
-                self.runner.put_tiles(event.key, to_bytes(preprocess(image.data, image.spec)))
+                self.runner.put_tiles(event.key, preprocess(image.data, image.spec))
         self.events += events
         return events
 
@@ -288,7 +287,7 @@ def test_an_image_that_can_not_be_had_fails_its_requests_alone(benches: dict[str
     bench.events.clear()
     bench.ask("bad", "what?", picture(6))
     (wish,) = [event for event in bench.runner.step() if event.request_id == "bad"]
-    bench.runner.put_tiles(wish.key, b"no tiles")
+    bench.runner.fail_tiles(wish.key, "image_processing_failed", "The image could not be processed.")
     bench.ask("good", "what?", picture(7))
     bench.run()
     assert [event.code for event in bench.events if isinstance(event, Failed)] == ["image_processing_failed"]

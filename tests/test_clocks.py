@@ -20,6 +20,7 @@ from conftest import RedisServer
 from direct_cluster import ask, picture, text_of
 from fake_backend import greedy, prompt_of, request_of
 from fake_cluster import FakeReplica, fake_node
+from stage_calls import tiles_of
 
 from llm.request import Delta, Finished
 from preprocess.limits import ImageLimits
@@ -128,7 +129,7 @@ def test_an_autoscaler_sees_ages_on_redis_own_clock(
         stage = CeleryPreprocess(redis_url, redis_url)
         await stage.start()
         spec = ModelSpec.load(DEFAULT_MODEL).preprocess
-        task = asyncio.create_task(stage.tiles(picture(0), spec, ImageLimits(), deadline_s=60))
+        task = asyncio.create_task(tiles_of(stage, picture(0), spec, ImageLimits(), deadline_s=60))
         while not client.llen(PREPROCESS_QUEUE):
             await asyncio.sleep(0.01)
         set_clock(0.0)

@@ -138,8 +138,9 @@ def test_answers_whose_last_words_were_lost_meanwhile_are_asked_for_again(
             await until(lambda: bool(tokens_of(seen)))
             await asyncio.to_thread(proxy.silence)
             replica.hold_after = None
-            await until(lambda: not replica.replica._calls)
-            client.delete(stream_name(node.node))
+            stream = stream_name(node.node)
+            await until(lambda: "Finished" in str(client.xrange(stream)))
+            client.delete(stream)
             await asyncio.sleep(4 * TTL_S)
             await asyncio.to_thread(proxy.mend)
             assert await asyncio.wait_for(task, 60) == ANSWER

@@ -35,7 +35,7 @@ def gradient(width: int = 48, height: int = 32) -> Image.Image:
 def pixels(data: bytes, **options: object) -> np.ndarray:
     image = decode(data, **options)
     assert image.mode == "RGB"
-    info = probe(data, page=int(options.get("page", 0)))
+    info = probe(data)
     assert image.size == (info.width, info.height)
     return np.asarray(image).astype(int)
 
@@ -295,13 +295,6 @@ def test_d8_damaged_bytes_give_pixels_or_a_fixed_text(format_: str, draw: st.Dat
         assert "0x" not in error.message and "<" not in error.message and "Error" not in error.message
     else:
         assert image.mode == "RGB"
-
-
-def test_pages_of_a_tiff_decode_on_their_own() -> None:
-    pages = [Image.new("RGB", (10, 20), "red"), Image.new("L", (30, 5), 7)]
-    data = encode(pages[0], "TIFF", save_all=True, append_images=pages[1:])
-    assert (pixels(data, page=0) == (255, 0, 0)).all()
-    assert (pixels(data, page=1) == 7).all()
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

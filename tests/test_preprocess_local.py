@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import io
 import itertools
 import os
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,16 @@ from decode_stage import (
     ticks_by_niceness,
 )
 from PIL import Image
+from stage_calls import tiles_of
 from waiting import until
 
 from llm.request import Priority
 from preprocess.stage import preprocess
 from preprocess.types import ImageError, Tiles
-from preprocess.wire import to_bytes
+from preprocess.wire import to_bytes, to_parts
+from workers.children.child import Child
+from workers.children.frames import Frame
+from workers.contract.sealed_memory import seal
 from workers.contract.stages import DecodeLimits, StageUnavailable, Urgency
 from workers.local.preprocess_pool import DecodeProcess, LocalOptions, LocalPreprocess
 
@@ -57,24 +62,11 @@ def test_tiles_are_those_of_the_stage_function() -> None:
     async def main() -> None:
         async with pool(processes=2) as stage:
             images = [png(seed, (30 + 40 * seed, 90)) for seed in range(6)]
-            calls = [stage.tiles(image, SPEC, LIMITS, deadline_s=60) for image in images]
+            calls = [tiles_of(stage, image, SPEC, LIMITS, deadline_s=60) for image in images]
             for image, tiles in zip(images, await asyncio.gather(*calls), strict=True):
                 expected = preprocess(image, SPEC)
                 assert tiles.grid == expected.grid
                 assert np.array_equal(tiles.pixels, expected.pixels)
-
-    asyncio.run(main())
-
-
-def test_page_of_a_tiff_travels() -> None:
-    async def main() -> None:
-        out = io.BytesIO()
-        Image.new("RGB", (40, 40), "red").save(
-            out, "TIFF", save_all=True, append_images=[Image.new("L", (90, 30))]
-        )
-        async with pool() as stage:
-            tiles = await stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=60, page=1)
-            assert (tiles.pixels == 0).all()
 
     asyncio.run(main())
 
@@ -85,7 +77,7 @@ def test_d7_errors_come_back_typed_and_cost_no_process() -> None:
             pids = stage.pids
             for data, code in ((png()[:-500], "invalid_image"), (b"<svg/>", "unsupported_image_format")):
                 with pytest.raises(ImageError) as caught:
-                    await stage.tiles(data, SPEC, LIMITS, deadline_s=60)
+                    await tiles_of(stage, data, SPEC, LIMITS, deadline_s=60)
                 assert caught.value.code == code
             assert stage.pids == pids and stage.restarts == 0
 
@@ -96,7 +88,7 @@ def test_killed_process_is_replaced_and_its_image_tried_again() -> None:
     async def main() -> None:
         async with pool() as stage:
             (pid,) = stage.pids
-            task = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            task = asyncio.create_task(tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=60))
             before = cpu_s(pid)
             await until(lambda: cpu_s(pid) > before + 0.1)
             os.kill(pid, signal.SIGKILL)
@@ -106,32 +98,57 @@ def test_killed_process_is_replaced_and_its_image_tried_again() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("nonsense", ["another grid", "damaged", "no tiles", "no word"])
+def shared_memories() -> int:
+    """How many are open here."""
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum("memfd" in name for name in names)
+
+
+def unsealed(data: bytes) -> int:
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.write(descriptor, data)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    "nonsense", ["another grid", "damaged", "no tiles", "no word", "unsealed", "a file", "sealed nonsense"]
+)
 def test_a_process_that_answers_something_else_is_replaced_and_its_image_tried_again(
     nonsense: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of another grid would be encoded under this image's key."""
-    others = to_bytes(preprocess(png(size=(32, 32)), SPEC))
-    answers = {
-        "another grid": ({"op": "tiles"}, bytearray(others)),
-        "damaged": ({"op": "tiles"}, bytearray(others[:-1])),
-        "no tiles": ({"op": "tiles"}, bytearray()),
-        "no word": ({}, bytearray()),
+    """Tiles of another grid would be encoded under this image's key, and memory that can shrink could end
+    whoever reads it."""
+    others, own = to_bytes(preprocess(png(size=(32, 32)), SPEC)), to_bytes(preprocess(png(), SPEC))
+    memory = b"".join(to_parts(preprocess(png(), SPEC), is_sealed=True))
+    answers: dict[str, Callable[[], Frame]] = {
+        "another grid": lambda: Frame({"op": "tiles"}, others, None),
+        "damaged": lambda: Frame({"op": "tiles"}, own[:-1], None),
+        "no tiles": lambda: Frame({"op": "tiles"}, b"", None),
+        "no word": lambda: Frame({}, b"", None),
+        "unsealed": lambda: Frame({"op": "tiles"}, b"", unsealed(memory)),
+        "a file": lambda: Frame({"op": "tiles"}, b"", os.open(__file__, os.O_RDONLY)),
+        "sealed nonsense": lambda: Frame({"op": "tiles"}, b"", seal([memory[:-1]])),
     }
 
     async def main() -> None:
         async with pool() as stage:
-            pids, receive = stage.pids, DecodeProcess._receive
+            pids, receive, before = stage.pids, Child.receive, shared_memories()
 
-            async def once(process: DecodeProcess) -> tuple[dict[str, Any], bytearray]:
-                await receive(process)
-                monkeypatch.setattr(DecodeProcess, "_receive", receive)
-                return answers[nonsense]
+            async def once(child: Child) -> Frame:
+                os.close((await receive(child)).descriptor)
+                monkeypatch.setattr(Child, "receive", receive)
+                return answers[nonsense]()
 
-            monkeypatch.setattr(DecodeProcess, "_receive", once)
-            tiles = await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            monkeypatch.setattr(Child, "receive", once)
+            tiles = await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)
             assert np.array_equal(tiles.pixels, preprocess(png(), SPEC).pixels)
             assert stage.pids != pids and stage.restarts == 1
+            del tiles
+            gc.collect()
+            assert shared_memories() <= before
 
     asyncio.run(main())
 
@@ -141,7 +158,7 @@ def test_process_killed_while_idle_costs_nobody_an_answer() -> None:
         async with pool(processes=2) as stage:
             for pid in stage.pids:
                 os.kill(pid, signal.SIGKILL)
-            calls = [stage.tiles(png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(4)]
+            calls = [tiles_of(stage, png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(4)]
             assert len(await asyncio.gather(*calls)) == 4
             assert len(stage.pids) == 2
 
@@ -158,9 +175,9 @@ def test_a_system_without_room_for_a_process_costs_an_error_and_no_place(
                 full.setattr("workers.children.child.subprocess.Popen", no_room)
                 for _ in range(3):
                     with pytest.raises(StageUnavailable):
-                        await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+                        await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)
                 assert stage.pids == []
-            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)
             assert len(stage.pids) == 1
 
     def no_room(*_: object, **__: object) -> None:
@@ -181,7 +198,7 @@ def test_more_processes_killed_while_idle_than_an_image_has_attempts_fail_no_ima
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
             await until(lambda: all(has_ended(pid) for pid in before))
-            assert (await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
+            assert (await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
             assert stage.restarts == 1 and len(stage.pids) == 4
 
     asyncio.run(main())
@@ -192,7 +209,7 @@ def test_frozen_process_is_replaced() -> None:
         async with pool() as stage:
             (pid,) = stage.pids
             os.kill(pid, signal.SIGSTOP)
-            tiles = await stage.tiles(png(), SPEC, LIMITS, deadline_s=4)
+            tiles = await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=4)
             assert np.array_equal(tiles.pixels, preprocess(png(), SPEC).pixels)
             assert stage.restarts == 1
 
@@ -210,7 +227,7 @@ def test_a_decode_is_given_up_for_doing_nothing_not_for_being_slow(
     async def main() -> None:
         async with pool() as stage:
             monkeypatch.setattr(stage, "_attempt", functools.partial(quick_to_judge, stage._attempt))
-            tiles = stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=600)
+            tiles = tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=600)
             with contextlib.nullcontext() if is_busy else pytest.raises((ImageError, StageUnavailable)):
                 await tiles
             assert is_busy == (stage.restarts == 0)
@@ -226,10 +243,10 @@ def test_d9_image_that_decodes_for_ever_ends_after_three_attempts() -> None:
     async def main() -> None:
         async with pool(options=LocalOptions(limits=DecodeLimits(cpu_s=1))) as stage:
             with pytest.raises(ImageError) as caught:
-                await stage.tiles(endless_image(), SPEC, LIMITS, deadline_s=100)
+                await tiles_of(stage, endless_image(), SPEC, LIMITS, deadline_s=100)
             assert caught.value.code == "image_processing_failed"
             assert stage.restarts == 3
-            assert (await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
+            assert (await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)).grid.num_tiles > 0
 
     asyncio.run(main())
 
@@ -240,7 +257,7 @@ def test_d9_image_that_needs_too_much_memory_ends_after_three_attempts() -> None
         Image.new("RGB", (6000, 6000)).save(out, "PNG", compress_level=1)
         async with pool(options=LocalOptions(limits=DecodeLimits(memory_bytes=100 << 20))) as stage:
             with pytest.raises(ImageError) as caught:
-                await stage.tiles(out.getvalue(), SPEC, LIMITS, deadline_s=100)
+                await tiles_of(stage, out.getvalue(), SPEC, LIMITS, deadline_s=100)
             assert caught.value.code == "image_processing_failed"
             assert stage.restarts == 3
 
@@ -256,7 +273,7 @@ def test_batch_images_are_decoded_at_lower_priority_where_no_interactive_one_wai
     async def main() -> None:
         async with pool(processes) as stage:
             with decoding_at_lower_priority(stage.pids, lower):
-                await stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency(priority))
+                await tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency(priority))
 
     asyncio.run(main())
 
@@ -265,7 +282,7 @@ def test_a_batch_image_whose_decoder_died_is_tried_again_at_full_priority() -> N
     async def main() -> None:
         async with pool(processes=2) as stage:
             before = {pid: cpu_s(pid) for pid in stage.pids}
-            image = stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency("batch"))
+            image = tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=60, urgency=Urgency("batch"))
             task = asyncio.create_task(image)
             busy = lambda: [pid for pid in before if cpu_s(pid) > before[pid] + 0.1]  # noqa: E731
             await until(lambda: bool(busy()))
@@ -283,15 +300,15 @@ def test_a_batch_image_whose_decoder_died_is_tried_again_at_full_priority() -> N
 def test_deadline_ends_the_wait_and_the_pool_recovers() -> None:
     async def main() -> None:
         async with pool() as stage:
-            busy = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            busy = asyncio.create_task(tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=60))
             await asyncio.sleep(0.05)
             started = time.monotonic()
             with pytest.raises(StageUnavailable) as caught:
-                await stage.tiles(png(), SPEC, LIMITS, deadline_s=0.1)
+                await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=0.1)
             assert caught.value.code == "preprocessing_timeout"
             assert time.monotonic() - started < 30
             await busy
-            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)
             assert stage.restarts == 0
 
     asyncio.run(main())
@@ -301,13 +318,13 @@ def test_s4_caller_who_leaves_frees_the_pool_without_a_restart() -> None:
     async def main() -> None:
         async with pool() as stage:
             (pid,) = stage.pids
-            gone = asyncio.create_task(stage.tiles(slow_image(), SPEC, LIMITS, deadline_s=60))
+            gone = asyncio.create_task(tiles_of(stage, slow_image(), SPEC, LIMITS, deadline_s=60))
             before = cpu_s(pid)
             await until(lambda: cpu_s(pid) > before + 0.1)
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await gone
-            await stage.tiles(png(), SPEC, LIMITS, deadline_s=60)
+            await tiles_of(stage, png(), SPEC, LIMITS, deadline_s=60)
             assert stage.restarts == 0 and stage.pids == [pid]
 
     asyncio.run(main())
@@ -316,7 +333,7 @@ def test_s4_caller_who_leaves_frees_the_pool_without_a_restart() -> None:
 def test_more_images_than_may_wait_are_refused_at_once() -> None:
     async def main() -> None:
         async with pool(options=LocalOptions(max_waiting=2)) as stage:
-            calls = [stage.tiles(png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(3)]
+            calls = [tiles_of(stage, png(seed), SPEC, LIMITS, deadline_s=60) for seed in range(3)]
             results = await asyncio.gather(*calls, return_exceptions=True)
             refused = [result for result in results if isinstance(result, StageUnavailable)]
             assert [error.code for error in refused] == ["preprocessing_overloaded"]

@@ -144,14 +144,6 @@ def test_d7_truncated_image_never_gives_tiles(format_: str) -> None:
     assert caught.value.code == "invalid_image"
 
 
-def test_page_selects_the_page_of_a_tiff() -> None:
-    data = encode(
-        Image.new("RGB", (40, 40), "red"), "TIFF", save_all=True, append_images=[Image.new("L", (90, 30))]
-    )
-    assert preprocess(data, SPEC).grid != preprocess(data, SPEC, page=1).grid
-    assert (preprocess(data, SPEC, page=1).pixels == 0).all()
-
-
 def test_spec_round_trips_and_refuses_what_it_does_not_know() -> None:
     spec = PreprocessSpec(AspectGridTiling(), "low", "exact", (1, 2, 3), 3)
     raw = json.loads(json.dumps(spec.to_json()))

@@ -19,8 +19,8 @@ from waiting import until, wait_for
 
 from llm.request import Event, Failed, Finished, WantVisual
 from preprocess.types import TileGrid, Tiles
-from preprocess.wire import to_bytes
 from workers.contract.engine_client import EngineUnavailable
+from workers.contract.tiles_handle import MadeTiles
 from workers.local.engine_process import EngineProcess
 from workers.local.progress import LOOK_S, Progress, StallWatch
 from workers.local.step_thread import StepThread
@@ -209,7 +209,7 @@ class Child:
                 (span,) = prompt.spans
                 grid = TileGrid(1, span.length, False, 2, 2)
                 pixels = np.zeros((span.length, 2, 2, 3), np.uint8)
-                await self.engine.put_tiles(event.key, to_bytes(Tiles(pixels, grid)))
+                await self.engine.put_tiles(event.key, MadeTiles(Tiles(pixels, grid)))
         return events
 
 

@@ -31,6 +31,7 @@ from workers.cluster.ledger import LEASE_S, WorkLedger
 from workers.cluster.members import BEAT_S, GRACE_S, Registry, Watch
 from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob
 from workers.cluster.node.remote_engine import RemoteEngine
+from workers.cluster.node.stored_tiles import StoredTiles
 from workers.cluster.redis_client import connect
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import deadline_passed
@@ -170,6 +171,41 @@ def test_what_is_kept_under_an_images_key_and_is_not_its_own_is_made_anew(
             await until(lambda: level2.exists(f"{image.key}.float32"))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_tiles_that_are_in_the_store_already_are_read_from_there_and_not_sent_again(
+    redis_url: str, one: list[DirectReplica], is_lost: bool
+) -> None:
+    """Lost before an encoder has them, they are made once more."""
+
+    class InStore(InlinePreprocess):
+        made = closed = 0
+
+        async def tiles(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+            made = await super().tiles(*arguments, **keywords)
+            store.put("tiles:theirs", made.wire(), 60)
+            InStore.made += 1
+            if is_lost and InStore.made == 1:
+                store.delete("tiles:theirs")
+            return StoredTiles(store, redis_url, "tiles:theirs", made.grid, self.note_closed)
+
+        def note_closed(self) -> None:
+            InStore.closed += 1
+
+    store = open_store(redis_url)
+
+    async def main() -> None:
+        async with node(redis_url, one, SPEC) as (pipeline, engine):
+            pipeline.preprocess = InStore()
+            put: list[str] = []
+            engine._visuals._blobs.put = lambda key, *_: put.append(key)  # type: ignore[method-assign]
+            assert isinstance((await ask(pipeline, "r", picture(0)))[-1], Finished)
+            await until(lambda: InStore.closed == InStore.made)
+            assert InStore.made == 1 + is_lost and not put
+
+    asyncio.run(main())
+    store.close()
 
 
 def test_a_failure_of_one_node_is_not_anothers(redis_url: str, one: list[DirectReplica]) -> None:

@@ -16,6 +16,7 @@ from celery_worker import celery_worker
 from cluster_processes import cluster_worker
 from conftest import RedisServer
 from direct_cluster import ask, picture, text_of
+from stage_calls import tiles_of
 
 from llm.request import Delta, Prompt, Request
 from vlm.config import DEFAULT_MODEL
@@ -98,7 +99,7 @@ def test_images_in_the_queue_say_since_when(redis_url: str, client: redis.Redis)
         stage = CeleryPreprocess(redis_url, redis_url)
         await stage.start()
         spec = ModelSpec.load(DEFAULT_MODEL).preprocess
-        task = asyncio.create_task(stage.tiles(picture(0), spec, ImageLimits(), deadline_s=20))
+        task = asyncio.create_task(tiles_of(stage, picture(0), spec, ImageLimits(), deadline_s=20))
         while not client.llen(PREPROCESS_QUEUE):
             await asyncio.sleep(0.01)
         sent_at = json.loads(client.lindex(PREPROCESS_QUEUE, -1))["headers"][SENT_HEADER]

@@ -13,7 +13,6 @@ from encoder.batcher import TileBatcher
 from encoder.cache import VisualCache
 from llm.request import Priority, Prompt, Request, SamplingParams, VisualKey, WantVisual
 from preprocess.types import TileGrid, Tiles
-from preprocess.wire import to_bytes
 from workers.local.engine_runner import EngineRunner
 
 
@@ -65,7 +64,7 @@ class Rig:
         self.cache.hold(key)
         pixels = np.full((1, 2, 2, 3), number, np.uint8)
         self.runner._wanted[key] = priority
-        self.runner.put_tiles(key, to_bytes(Tiles(pixels, TileGrid(0, 0, True, 2, 2))))
+        self.runner.put_tiles(key, Tiles(pixels, TileGrid(0, 0, True, 2, 2)))
         return str(number)
 
     def request(self, priority: Priority) -> str:

@@ -1,3 +1,5 @@
+import asyncio
+import io
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,10 @@ import torch
 from torch import Tensor
 from train_fixtures import tiny_network, tiny_template
 
+from llm.request import Delta, SamplingParams, TokenLogprob
+from vlm.build import build_local_pipeline
+from vlm.config import EngineOptions
+from vlm.pipeline import ChatMessage, ImageInput
 from vlm.train.decoder import segment_mask
 from vlm.train.drawing.documents import compose_document
 from vlm.train.drawing.tiles import cut
@@ -25,8 +31,10 @@ def exported(tmp_path: Path) -> Path:
 def logits(network: Network, builder: PromptBuilder, seed: int, pairs: list[tuple[str, str]]) -> list[Tensor]:
     """Logits of each question's segment, asked together."""
     pieces = cut(compose_document("receipt", seed).image)
-    sequence = builder.sequence(pieces.rows, pieces.cols, pairs)
-    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.tiles))).flatten(0, 1)
+    sequence = builder.sequence(pieces.grid, pairs)
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
+        0, 1
+    )
     segments = torch.from_numpy(sequence.segments)
     layout = network.layout(torch.from_numpy(sequence.positions), [len(segments)], [segment_mask(segments)])
     everywhere = torch.arange(len(segments))
@@ -42,14 +50,52 @@ def test_transformers_loads_an_exported_directory_unchanged_and_computes_the_sam
     network, builder = Network.load(exported), PromptBuilder(exported)
     document = compose_document("invoice", 4)
     pieces = cut(document.image)
-    tokens = builder.prefix(pieces.rows, pieces.cols) + builder.segment("What is the total?", "")[0]
-    pixels = torch.from_numpy(pieces.tiles).permute(0, 3, 1, 2)[None].float() / 127.5 - 1
+    tokens = builder.prefix(pieces.grid) + builder.segment("What is the total?", "")[0]
+    pixels = torch.from_numpy(pieces.pixels).permute(0, 3, 1, 2)[None].float() / 127.5 - 1
     expected = reference(input_ids=torch.tensor([tokens]), pixel_values=pixels).logits[0]
-    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.tiles))).flatten(0, 1)
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
+        0, 1
+    )
     mask = segment_mask(torch.zeros(len(tokens), dtype=torch.long))
     layout = network.layout(torch.arange(len(tokens)), [len(tokens)], [mask])
     found = network.decode(torch.tensor(tokens), visual, layout, torch.arange(len(tokens)))
     assert torch.allclose(found, expected, atol=2e-5)
+
+
+@torch.no_grad()
+def test_the_service_computes_what_training_does(exported: Path) -> None:
+    """Prompt, tiles, tower and decoder of one, then of the other: the same tokens at the same odds."""
+    image, question = compose_document("receipt", 7).image.resize((256, 256)), "What is the total?"
+    out = io.BytesIO()
+    image.save(out, "PNG")
+
+    async def serve() -> list[TokenLogprob]:
+        pipeline = build_local_pipeline(EngineOptions(model=str(exported), backend="torch"))
+        await pipeline.start()
+        try:
+            params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
+            chat = [ChatMessage("user", (ImageInput(out.getvalue()), question))]
+            events = [event async for event in pipeline.run(pipeline.prepare("r", chat, params))]
+            return [entry for event in events if isinstance(event, Delta) for entry in event.logprobs]
+        finally:
+            await pipeline.close()
+
+    served = asyncio.run(serve())
+    network, builder = Network.load(exported), PromptBuilder(exported)
+    pieces = cut(image)
+    answer = [entry.token_id for entry in served]
+    prompt = builder.prefix(pieces.grid) + builder.segment(question, "")[0]
+    tokens = torch.tensor(prompt + answer)
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
+        0, 1
+    )
+    mask = segment_mask(torch.zeros(len(tokens), dtype=torch.long))
+    layout = network.layout(torch.arange(len(tokens)), [len(tokens)], [mask])
+    before = torch.arange(len(prompt) - 1, len(tokens) - 1)
+    odds = network.decode(tokens, visual, layout, before).log_softmax(-1)
+    assert len(answer) == 8 and odds.argmax(-1).tolist() == answer
+    expected = odds.gather(1, tokens[len(prompt) :, None])[:, 0]
+    assert torch.allclose(torch.tensor([entry.logprob for entry in served]), expected, atol=2e-4)
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from waiting import until
 
 from llm.request import Event, Failed, Finished, Request, SamplingParams, VisualKey, WantVisual
 from preprocess.types import TileGrid, Tiles
-from preprocess.wire import to_bytes
 from vlm.pipeline import ChatMessage, ImageInput, Pipeline
 from workers.contract.stages import deadline_passed
+from workers.contract.tiles_handle import TilesHandle
 from workers.local.engine_runner import EngineRunner
 from workers.local.preprocess_inline import InlinePreprocess
 
@@ -40,7 +40,7 @@ def test_after_a_failure_the_same_image_is_asked_for_again() -> None:
         assert run(runner) == [Failed(f"r{number}", *TRANSIENT)]
     runner.submit(request_of("last", prompt_of([1], ("A", 5), [2])))
     assert run(runner) == [WantVisual("last", key)]
-    runner.put_tiles(key, to_bytes(Tiles(np.zeros((1, 2, 2, 3), np.uint8), TileGrid(0, 0, True, 2, 2))))
+    runner.put_tiles(key, Tiles(np.zeros((1, 2, 2, 3), np.uint8), TileGrid(0, 0, True, 2, 2)))
     assert isinstance(run(runner)[-1], Finished)
 
 
@@ -74,7 +74,7 @@ class SlowToTell:
         yield WantVisual(request.id, request.prompt.spans[0].key)
         yield await outcome
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
         self.outcomes["late"].set_result(Failed("late", "had_tiles", ""))
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:

@@ -12,6 +12,7 @@ import sys
 from vlm.build import build_any_runner
 from vlm.config import EngineOptions
 from vlm.settings import from_mapping
+from workers.children.process_limits import allow_descriptors
 from workers.local.engine_process import Runner, refuse, serve
 from workers.local.progress import Progress
 
@@ -26,6 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     options = from_mapping(EngineOptions, json.loads(arguments.options))
+    allow_descriptors()
     progress = Progress.of_file(arguments.progress_fd)
     progress.tick()
     with socket.socket(fileno=arguments.fd) as connection:

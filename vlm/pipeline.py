@@ -32,15 +32,22 @@ from llm.request import (
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
-from preprocess.wire import to_bytes
 from vlm.foreign.foreign_spec import ForeignSpec
 from vlm.headers import read_header
 from vlm.prompt import PLAIN, ImagePart, Message, Rendering
 from vlm.spec import ModelSpec
 from vlm.tools.calls import Call
 from workers.contract.engine_client import EngineClient, EngineUnavailable
-from workers.contract.stages import PreprocessStage, Queued, StageUnavailable, Urgency
+from workers.contract.stages import (
+    MAX_ATTEMPTS,
+    PreprocessStage,
+    Queued,
+    StageUnavailable,
+    Urgency,
+    unreachable,
+)
 from workers.contract.streams import WholeAnswer, gather
+from workers.contract.tiles_handle import TilesLost
 
 log = logging.getLogger(__name__)
 
@@ -247,15 +254,19 @@ class Pipeline:
         """Decodes and tiles an image and hands it to the engine; a failure is reported to the engine."""
         started = time.monotonic()
         try:
-            tiles = await self.preprocess.tiles(
-                image.data,
-                image.spec,
-                self.limits,
-                deadline_s=self.image_deadline_s,
-                urgency=flight.urgency,
-            )
-            flight.elapsed_ms = (time.monotonic() - started) * 1e3
-            await self.engine.put_tiles(image.key, await asyncio.to_thread(to_bytes, tiles))
+            for _ in range(MAX_ATTEMPTS):
+                tiles = await self.preprocess.tiles(
+                    image.data,
+                    image.info,
+                    image.spec,
+                    self.limits,
+                    deadline_s=self.image_deadline_s,
+                    urgency=flight.urgency,
+                )
+                flight.elapsed_ms = (time.monotonic() - started) * 1e3
+                with contextlib.closing(tiles), contextlib.suppress(TilesLost):
+                    return await self.engine.put_tiles(image.key, tiles)
+            raise unreachable()
         except (ImageError, StageUnavailable) as error:
             await self._fail_flight(image.key, flight, error.code, error.message)
         except EngineUnavailable:

@@ -29,6 +29,7 @@ from vlm.api.service import Service
 from vlm.config import ServeConfig, SettingsError
 from vlm.pipeline import Pipeline
 from vlm.requests.errors import error_body
+from workers.children.process_limits import allow_descriptors
 
 log = logging.getLogger("vlm.server")
 
@@ -224,6 +225,7 @@ def run(pipeline: Pipeline, config: ServeConfig) -> None:
     starting.
     """
     configure(config.log_format)
+    allow_descriptors()
     app = create_app(pipeline, config)
     service = cast(Service, app.state.service)
     check_exposure(config, service.keys)

@@ -16,7 +16,6 @@ from llm.request import Delta, Finished, Request, SamplingParams, WantVisual
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.stage import preprocess
-from preprocess.wire import to_bytes
 from vlm.arithmetic import settled
 from vlm.bench.harness.engine_load import ImageRequest, document, image_request
 from vlm.bench.harness.results import report, result, say, spread
@@ -64,7 +63,7 @@ class _Run:
             for event in events:
                 if isinstance(event, WantVisual):
                     tiles = preprocess(images[event.key], self.spec.preprocess_spec("auto"), ImageLimits())
-                    self.runner.put_tiles(event.key, to_bytes(tiles))
+                    self.runner.put_tiles(event.key, tiles)
         return first, steps
 
 

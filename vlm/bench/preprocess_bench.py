@@ -25,8 +25,10 @@ from PIL import Image, ImageDraw
 from PIL import __version__ as pil_version
 
 from preprocess.limits import ImageLimits
+from preprocess.probe import probe
 from preprocess.stage import PreprocessSpec, preprocess
 from preprocess.tiling import Idefics3Tiling
+from vlm.bench.harness.image_path import image_path
 from vlm.bench.harness.results import report, result, say, spread, timed, tree_cpu_seconds
 from workers.cluster.celery_app import make_app
 from workers.cluster.node.preprocess_celery import CeleryPreprocess
@@ -51,6 +53,8 @@ def run(quick: bool = False) -> dict[str, Any]:
             results.update(over_transformers(photo, edge, rounds=3 if quick else 9))
     finally:
         torch.set_num_threads(threads)
+    say("preprocess: the way of an image")
+    results.update(image_path(rounds=3 if quick else 9))
     say("preprocess: local processes")
     results.update(local_workers(num_images=8 if quick else 40))
     if shutil.which("redis-server"):
@@ -176,13 +180,16 @@ def _rate(stage: PreprocessStage, num_images: int, workers: int, pool: str) -> d
     spec = _spec(2048, "fast")
     limits = ImageLimits()
 
+    async def ask(file: bytes) -> None:
+        (await stage.tiles(file, probe(file), spec, limits, deadline_s=DEADLINE_S)).close()
+
     async def measure() -> tuple[float, float]:
         await stage.start()
         try:
             warm, measured = files[num_images:], files[:num_images]
-            await asyncio.gather(*(stage.tiles(f, spec, limits, deadline_s=DEADLINE_S) for f in warm))
+            await asyncio.gather(*(ask(file) for file in warm))
             wall, cpu = time.perf_counter(), tree_cpu_seconds()
-            await asyncio.gather(*(stage.tiles(f, spec, limits, deadline_s=DEADLINE_S) for f in measured))
+            await asyncio.gather(*(ask(file) for file in measured))
             return time.perf_counter() - wall, tree_cpu_seconds() - cpu
         finally:
             await stage.close()

@@ -92,16 +92,15 @@ def collate(items: list[tuple[Document, QuestionSet]], builder: PromptBuilder) -
     wanted = 0
     for document, asked in items:
         pieces = cut(document.image)
-        marks = patch_targets(document.glyphs, document.spots, pieces.rows, pieces.cols)
-        for tile, targets in zip(pieces.tiles, marks, strict=True):
+        marks = patch_targets(document.glyphs, document.spots, pieces.grid)
+        for tile, targets in zip(pieces.pixels, marks, strict=True):
             number = seen.setdefault(tile.tobytes(), len(tiles))
             if number == len(tiles):
                 tiles.append(tile)
                 characters.append(targets)
             uses.append(number)
         sequence: Sequence = builder.sequence(
-            pieces.rows,
-            pieces.cols,
+            pieces.grid,
             [(q.text, q.answer) for q in asked.questions],
             instruction_first=asked.first,
         )

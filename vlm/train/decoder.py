@@ -1,6 +1,8 @@
 """Decoder for training, with Hugging Face's parameter names.
 
 Sequences of different lengths are laid end to end (no padding); attention runs sequence by sequence.
+The service's decoder (`llm.backend`) has no gradients, works on a paged cache, and fuses its weights at load.
+The tests hold both to the same answers.
 """
 
 from dataclasses import dataclass

@@ -22,13 +22,13 @@ def answer_all(
 ) -> list[str]:
     """Answers to all questions about one image at once: every step recomputes the packed sequence."""
     pieces = cut(image.convert("RGB"))
-    visual = network.model.connector(
-        network.model.vision_model(torch.from_numpy(pieces.tiles.copy()))
-    ).flatten(0, 1)
-    prefix = builder.prefix(pieces.rows, pieces.cols)
+    visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
+        0, 1
+    )
+    prefix = builder.prefix(pieces.grid)
     asked = [builder.segment(question, "")[0] for question in questions]
     answers: list[list[int]] = [[] for _ in questions]
-    end = builder.encode("<end_of_utterance>")[0]
+    end = builder.end
     running = list(range(len(questions)))
     while running and len(answers[running[0]]) < max_new_tokens:
         tokens, positions, segments, last = list(prefix), list(range(len(prefix))), [0] * len(prefix), []
@@ -46,7 +46,7 @@ def answer_all(
                 running.remove(index)
             else:
                 answers[index].append(token)
-    return [builder.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
+    return [builder.decode(answer).strip() for answer in answers]
 
 
 def answerer(folder: Path) -> Callable[[Image.Image, str], str]:

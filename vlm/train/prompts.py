@@ -1,12 +1,23 @@
-"""Token sequences: one image's prompt with several questions, each seeing the image and itself."""
+"""Token sequences: one image's prompt with several questions, each seeing the image and itself.
+
+The product's own prompt builder writes them; they are cut here where questions part from the image.
+"""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-TOKENS_PER_TILE = 16
+from llm.request import VisualKey
+from preprocess.types import TileGrid
+from vlm.prompt import ImagePart, Message
+from vlm.spec import ModelSpec
+from vlm.train.drawing.tiles import TILE
+
+_KEY = VisualKey("")  # of an image that no cache knows
+_CLOSING = 1  # marker behind an image's visual tokens
+_ANY_GRID = TileGrid(1, 2, True, TILE, TILE)  # what follows an image is the same for all
 
 
 @dataclass(frozen=True)
@@ -23,41 +34,39 @@ class Sequence:
 
 
 class PromptBuilder:
-    """SmolVLM's chat template and image markers in token ids."""
+    """Chats about one image in token ids, as the service writes them."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.image_token = self.tokenizer.token_to_id("<image>")
-        self._prefixes: dict[tuple[int, int, str], list[int]] = {}
+        spec = ModelSpec.load(folder, files="text")
+        self._tokenizer, self._builder = spec.tokenizer, spec.prompt_builder
+        (self.end,) = self._tokenizer.encode("<end_of_utterance>", starts=False)
+        self._parts = lru_cache(maxsize=4096)(self._cut)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens included where it names them."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
 
-    def prefix(self, rows: int, cols: int, instruction: str = "") -> list[int]:
-        """Everything before the question for a grid of tiles with its thumbnail; `instruction` leads it."""
-        if (rows, cols, instruction) not in self._prefixes:
-            images = "<image>" * TOKENS_PER_TILE
-            text = f"<|im_start|>User: {instruction}" if instruction else "<|im_start|>User:"
-            for row in range(rows):
-                for col in range(cols):
-                    text += f"<fake_token_around_image><row_{row + 1}_col_{col + 1}>{images}"
-                text += "\n"
-            text += f"\n<fake_token_around_image><global-img>{images}<fake_token_around_image>"
-            self._prefixes[rows, cols, instruction] = self.encode(text)
-        return self._prefixes[rows, cols, instruction]
+    def _cut(self, grid: TileGrid, before: str, after: str) -> tuple[list[int], list[int]]:
+        """(all up to the image's end, all behind it) of a chat with text before and after its image."""
+        content = (before, ImagePart(grid, _KEY), after)
+        prompt = self._builder.build([Message("user", tuple(part for part in content if part))])
+        end = prompt.spans[-1].start + prompt.spans[-1].length + _CLOSING
+        return list(prompt.token_ids[:end]), list(prompt.token_ids[end:])
+
+    def prefix(self, grid: TileGrid, instruction: str = "") -> list[int]:
+        """Everything before the question; `instruction` leads it."""
+        return self._parts(grid, instruction, "")[0]
 
     def segment(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """(tokens of the question up to "Assistant:", tokens of the answer with its end).
 
         A JSON answer follows without a space, as a schema demands it.
         """
-        asked = self.encode(f"{question}<end_of_utterance>\nAssistant:")
         space = "" if answer.startswith("{") else " "
-        return asked, self.encode(f"{space}{answer}<end_of_utterance>")
+        asked = self._parts(_ANY_GRID, "", question)[1]
+        return asked, self._tokenizer.encode(f"{space}{answer}<end_of_utterance>", starts=False)
 
     def sequence(
-        self, rows: int, cols: int, pairs: list[tuple[str, str]], instruction_first: bool = False
+        self, grid: TileGrid, pairs: list[tuple[str, str]], instruction_first: bool = False
     ) -> Sequence:
         """The packed sequence of one image and its (question, answer) pairs.
 
@@ -67,7 +76,7 @@ class PromptBuilder:
         if instruction_first:
             ((instruction, answer),) = pairs
             pairs = [("", answer)]
-        prefix = self.prefix(rows, cols, instruction)
+        prefix = self.prefix(grid, instruction)
         tokens, positions = list(prefix), list(range(len(prefix)))
         segments, targets = [0] * len(prefix), [-100] * len(prefix)
         for number, (question, answer) in enumerate(pairs, 1):

@@ -1,4 +1,8 @@
-"""Tower and connector for training, with Hugging Face's parameter names."""
+"""Tower and connector for training, with Hugging Face's parameter names.
+
+The service's own tower (`encoder.model`) has no gradients, and folds what a forward needs at load. The tests
+hold both to the same answers.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -29,13 +29,12 @@ from llm.request import (
 from llm.sampling.sampler import SamplerState, check_params, token_logprob
 from llm.text.outputs import TextStream
 from llm.text.tokenizer import Tokenizer
-from preprocess.wire import from_bytes
+from preprocess.types import Tiles
 from workers.anymodel.answer_thread import AnswerThread
 from workers.anymodel.foreign_model import ForeignModel, ForeignPrompt
 
 log = logging.getLogger(__name__)
 
-BAD_PIXELS = ("image_processing_failed", "The image could not be processed.")
 FAULT = ("internal_error", "The engine failed while it worked on this request.")
 TAKES = (
     "max_tokens, min_tokens, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed, penalties, "
@@ -130,18 +129,13 @@ class ForeignRunner:
         self._counts["cancelled"] += self._remove(request_id)
         self._events = [event for event in self._events if event.request_id != request_id]
 
-    def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        """An image at its own size, in wire format; a damaged one fails the requests that wait for it."""
-        try:
-            pixels = from_bytes(tiles).pixels[0]
-        except ValueError:
-            self.fail_tiles(key, *BAD_PIXELS)
-            return
+    def put_tiles(self, key: VisualKey, tiles: Tiles) -> None:
+        """An image at its own size, as its only tile."""
         waiting = [answer for answer in self._waiting.values() if key in answer.missing]
         for answer in waiting:
             answer.missing.discard(key)
         if waiting:
-            self._pixels[key] = pixels
+            self._pixels[key] = tiles.pixels[0]
 
     def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         for answer in [answer for answer in self._waiting.values() if key in answer.missing]:

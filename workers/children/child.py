@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.children.frames import Frame
+from workers.children.outbox import Outbox
 from workers.contract.messages import FRAME_HEADER, MAX_PAYLOAD_BYTES, frame_sizes, pack_frame
 
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
@@ -52,6 +54,7 @@ class Child:
         and `send` and `receive` can't be used. environment: beside the parent's. Raises OSError."""
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(is_blocking)
+        self._outbox = Outbox(self.socket)
         output = subprocess.DEVNULL if is_quiet else None
         try:
             self._process = subprocess.Popen(
@@ -87,19 +90,34 @@ class Child:
             await asyncio.sleep(_LOOK_S)
         return status
 
-    async def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Raises OSError when it is gone."""
-        loop = asyncio.get_running_loop()
-        for part in pack_frame(header, payload):
-            await loop.sock_sendall(self.socket, part)
+    def post(
+        self, header: dict[str, Any], payload: bytes | memoryview = b"", descriptor: int | None = None
+    ) -> None:
+        """Sends what the socket takes now, and the rest when it can, in order. `descriptor` stays the
+        caller's. Raises OSError when it is gone."""
+        self._outbox.put(pack_frame(header, payload), descriptor)
 
-    async def receive(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[dict[str, Any], bytearray]:
-        """(header, payload). Raises EOFError or OSError when it is gone, ValueError for what is no frame."""
-        json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
-        header = json.loads(await self._read(json_bytes))
-        if not isinstance(header, dict) or payload_bytes > max_payload_bytes:
-            raise ValueError("not a frame of this child's")
-        return header, await self._read(payload_bytes)
+    async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"") -> None:
+        """Returns when all is sent. Raises OSError when it is gone."""
+        self.post(header, payload)
+        await self._outbox.flushed()
+
+    async def receive(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame:
+        """Raises EOFError or OSError when it is gone, ValueError for what is no frame."""
+        first, descriptor = await self._first()
+        try:
+            sizes = first + await self._read(FRAME_HEADER.size - len(first))
+            json_bytes, payload_bytes = frame_sizes(bytes(sizes))
+            header = json.loads(await self._read(json_bytes))
+            if not isinstance(header, dict) or payload_bytes > max_payload_bytes:
+                raise ValueError("not a frame of this child's")
+            # a bytearray does for bytes, and spares a copy of what may be megabytes
+            payload: Any = await self._read(payload_bytes)
+            return Frame(header, payload, descriptor)
+        except BaseException:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
 
     async def end(self, grace_s: float = 0.0) -> None:
         """Kills it, unless it ends by itself within `grace_s`."""
@@ -108,6 +126,7 @@ class Child:
                 await self.ended()
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
+        self._outbox.close()
         self.socket.close()
 
     def kill(self) -> None:
@@ -115,6 +134,27 @@ class Child:
         self.socket.close()
         self._process.kill()
         self._process.wait()
+
+    async def _first(self) -> tuple[bytes, int | None]:
+        """The first bytes of a frame, and the descriptor that came with them."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.socket, FRAME_HEADER.size, 1)
+            except BlockingIOError:
+                await self._readable()
+                continue
+            if not data:
+                raise EOFError
+            return data, descriptors[0] if descriptors else None
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = loop.create_future()
+        loop.add_reader(self.socket, _settle, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_reader(self.socket)
 
     async def _read(self, count: int) -> bytearray:
         loop = asyncio.get_running_loop()
@@ -126,3 +166,8 @@ class Child:
                 raise EOFError
             view = view[received:]
         return buffer
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

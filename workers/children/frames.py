@@ -37,9 +37,13 @@ class FrameSocket:
         header: dict[str, Any] = json.loads(self._read(json_bytes))
         return Frame(header, self._read(payload_bytes), descriptors[0] if descriptors else None)
 
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        for part in pack_frame(header, payload):
-            self._socket.sendall(part)
+    def send(self, header: dict[str, Any], payload: bytes = b"", descriptor: int | None = None) -> None:
+        """The descriptor stays the caller's."""
+        first, rest = pack_frame(header, payload)
+        if descriptor is not None:
+            first = memoryview(first)[socket.send_fds(self._socket, [first], [descriptor]) :]
+        self._socket.sendall(first)
+        self._socket.sendall(rest)
 
     def _read(self, count: int) -> bytes:
         """In one piece, as the kernel gives it, unless a signal comes between."""

@@ -1,4 +1,4 @@
-"""What the kernel grants a process that works on strangers' images, documents and grammars."""
+"""What the kernel grants a process that works for strangers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def limit_cpu(seconds: int) -> None:
 def unlimit_cpu() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+
+
+def allow_descriptors() -> None:
+    """This process may hold as many files, connections and shared memories open as the system lets it: each
+    image that waits for its encoder is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _under(limit: int, hard: int) -> int:

@@ -7,10 +7,11 @@ replica, and per attempt a mark that it was started and one that it is cancelled
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from preprocess.types import TileGrid
 from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, known_fields
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ GENERATE_PREFIX = "generate."  # of replicas' queues
 SENT_HEADER = "vlm-sent-at"  # on Redis's clock, since version 2; before, on that of whoever sent it
 VERSION_HEADER = "vlm-version"
 ROWS_HEADER = "vlm-num-rows"  # visual tokens that the image's plan has
+GRID_HEADER = "vlm-grid"  # of its tiles: rows, columns, thumbnail, tile width and height
 NODE, REPLICA, ENCODER = "node", "replica", "encoder"
 TILES_TTL_S = 120.0
 _INBOX_TTL_S = 120
@@ -49,8 +51,8 @@ class TilesJob:
     digest: str  # sha256 of the file
     spec: dict[str, Any]
     limits: dict[str, Any]
-    page: int
     cpu_s: int
+    page: int = 0  # of a file of several, for workers that can't do without
 
     @property
     def image_blob(self) -> str:
@@ -106,19 +108,25 @@ class InboxMessage:
     message: str = ""
     calls: tuple[str, ...] = ()
     version: int = FIRST_VERSION
+    grid: tuple[int, ...] = ()  # of `tiles`, as planned; empty if the writer does not say
 
     def to_json(self, reader_version: int) -> dict[str, Any]:
         """The first version refuses fields that it does not know."""
         value = {**asdict(self), "version": MESSAGE_VERSION}
         if reader_version == FIRST_VERSION:
-            del value["calls"], value["version"]
+            del value["calls"], value["version"], value["grid"]
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InboxMessage:
         """Raises TypeError."""
         message = cls(**known_fields(cls, value))
-        return replace(message, calls=tuple(message.calls))
+        return replace(message, calls=tuple(message.calls), grid=tuple(message.grid))
+
+
+def planned_grid(values: Sequence[int]) -> TileGrid | None:
+    """Of `GRID_HEADER` or `InboxMessage.grid`. Raises TypeError."""
+    return TileGrid(*values) if values else None  # type: ignore[arg-type]
 
 
 def task_headers(sent_at: float, **more: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from llm.request import Event, Request, VisualKey
+from workers.contract.tiles_handle import TilesHandle
 
 # (code, message) of the `Failed` that ends every open stream
 ENGINE_DIED = ("engine_died", "The engine stopped while it worked on this request. Please try again.")
@@ -39,8 +40,8 @@ class EngineClient(Protocol):
         """Raises `EngineUnavailable` while the engine is down and `RequestError` for what never fits."""
         ...
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        """Tiles in wire format (`preprocess.wire`), for a `WantVisual` of this key.
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
+        """For a `WantVisual` of this key. Raises TilesLost where they must be made anew.
 
         Returns once the engine has them: wishes uttered before have then been delivered.
         """

@@ -21,5 +21,6 @@ OURS = frozenset({"encode_failed", "internal_error", "visual_tokens_mismatch"})
 
 TIMED_OUT = ("request_timeout", "The request took longer than this server allows.")
 ENCODING_FAILED = ("encode_failed", "The image could not be encoded.")
+BAD_TILES = ("image_processing_failed", "The image could not be processed.")
 UNREADABLE = ("engine_died", "The engine's answer was lost on its way. Please try again.")
 """(code, message) of failures that several processes give for the same reason."""

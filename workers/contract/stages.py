@@ -11,7 +11,8 @@ from typing import Protocol, runtime_checkable
 from llm.request import Priority
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec
-from preprocess.types import ImageError, Tiles
+from preprocess.types import ImageError, ImageInfo
+from workers.contract.tiles_handle import TilesHandle
 
 MAX_ATTEMPTS = 3
 
@@ -62,14 +63,16 @@ class PreprocessStage(Protocol):
     async def tiles(
         self,
         data: bytes,
+        info: ImageInfo,
         spec: PreprocessSpec,
         limits: ImageLimits,
         *,
         deadline_s: float,
-        page: int = 0,
         urgency: Urgency | None = None,
-    ) -> Tiles:
-        """Raises ImageError for an image that will never do, StageUnavailable for one that may do later.
+    ) -> TilesHandle:
+        """The tiles of an image of which `info` tells; the caller closes them.
+
+        Raises ImageError for an image that will never do, StageUnavailable for one that may do later.
 
         An image whose decoder dies or hangs is tried MAX_ATTEMPTS times in all. Interactive images, the
         default, are decoded before those of batch work.

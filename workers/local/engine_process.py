@@ -9,31 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import astuple
 from typing import Any, Protocol
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
+from preprocess.types import TileGrid, Tiles
+from preprocess.wire import from_bytes
 from workers.children.child import Child
 from workers.children.frames import Frame, FrameSocket
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineRefused, EngineUnavailable
-from workers.contract.faults import UNREADABLE
+from workers.contract.faults import BAD_TILES, UNREADABLE
 from workers.contract.loops import keep_going
-from workers.contract.messages import (
-    FRAME_HEADER,
-    event_from_json,
-    event_to_json,
-    frame_sizes,
-    pack_frame,
-    request_from_json,
-    request_to_json,
-)
+from workers.contract.messages import event_from_json, event_to_json, request_from_json, request_to_json
 from workers.contract.streams import StreamTable, end_tasks
+from workers.contract.tiles_handle import SealedTiles, TilesHandle
 from workers.contract.versions import note_dropped
 from workers.local.progress import LOOK_S, STALL_S, Progress, StallWatch, open_shared
 
@@ -57,7 +52,7 @@ class Runner(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def put_tiles(self, key: VisualKey, tiles: bytes) -> None: ...
+    def put_tiles(self, key: VisualKey, tiles: Tiles) -> None: ...
 
     def fail_tiles(self, key: VisualKey, code: str, message: str) -> None: ...
 
@@ -100,7 +95,7 @@ def _handle(frames: FrameSocket, runner: Runner, frame: Frame) -> None:
         case "cancel":
             runner.cancel(message["id"])
         case "tiles":
-            runner.put_tiles(VisualKey(message["key"]), frame.payload)
+            _put_tiles(runner, frame)
             frames.send({"op": "reply", "reply": message["reply"], "value": None})
         case "no_tiles":
             runner.fail_tiles(VisualKey(message["key"]), message["code"], message["message"])
@@ -126,6 +121,24 @@ def _submit(runner: Runner, value: dict[str, Any]) -> Failed | None:
     return None
 
 
+def _put_tiles(runner: Runner, frame: Frame) -> None:
+    """Those that can't be read fail the requests that wait for them."""
+    key = VisualKey(frame.header["key"])
+    try:
+        grid = TileGrid(*frame.header["grid"])
+        if frame.descriptor is None:
+            tiles = from_bytes(frame.payload, grid)
+        else:
+            handle = SealedTiles(frame.descriptor, grid)
+            tiles = handle.open()
+            handle.close()
+    except (ValueError, OSError):
+        log.exception("tiles could not be read")
+        runner.fail_tiles(key, *BAD_TILES)
+    else:
+        runner.put_tiles(key, tiles)
+
+
 class EngineProcess:
     """`EngineClient` over a child process; `command` gets `--fd N --progress-fd N` appended."""
 
@@ -149,7 +162,6 @@ class EngineProcess:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._reply_ids = itertools.count()
         self._child: Child | None = None
-        self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._refusal: str | None = None
@@ -222,21 +234,17 @@ class EngineProcess:
             )
         finally:
             os.close(progress_fd)
-        ours = self._child.socket
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
-        tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch(progress))]
+        tasks = [asyncio.create_task(self._read(self._child)), asyncio.create_task(self._watch(progress))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         finally:
             await end_tasks(*tasks)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+    async def _read(self, child: Child) -> None:
+        with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                json_bytes, payload_bytes = frame_sizes(await reader.readexactly(FRAME_HEADER.size))
-                message = json.loads(await reader.readexactly(json_bytes))
-                await reader.readexactly(payload_bytes)
+                message = (await child.receive()).header
                 try:
                     self._take(message)
                 except (KeyError, TypeError, AttributeError):
@@ -286,19 +294,19 @@ class EngineProcess:
             self._streams.feed([event])
 
     async def _stop_child(self) -> None:
-        if self._writer:
-            self._writer.close()
-            self._writer = None
         child, self._child = self._child, None
         if child is not None:
             await child.end(_GRACE_S)
 
-    def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        if self._writer is None or not self._up.is_set():
+    def _send(
+        self, header: dict[str, Any], payload: bytes | memoryview = b"", descriptor: int | None = None
+    ) -> None:
+        if self._child is None or not self._up.is_set():
             raise EngineUnavailable(ENGINE_DIED[1])
-        for part in pack_frame(header, payload):
-            if part:
-                self._writer.write(part)
+        try:
+            self._child.post(header, payload, descriptor)
+        except OSError:
+            raise EngineUnavailable(ENGINE_DIED[1]) from None
 
     def _cancel(self, request_id: str) -> None:
         with contextlib.suppress(EngineUnavailable):
@@ -315,21 +323,27 @@ class EngineProcess:
             async for event in events:
                 yield event
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
         """Returns when the engine has them. Frames keep their order, so every wish that it uttered before
         was heard before, and the caller can tell a late wish from a new one."""
-        await self._ask({"op": "tiles", "key": key}, tiles)
+        asked = {"op": "tiles", "key": key, "grid": astuple(tiles.grid)}
+        if isinstance(tiles, SealedTiles):
+            await self._ask(asked, descriptor=tiles.memory.descriptor)
+        else:
+            await self._ask(asked, await asyncio.to_thread(tiles.wire))
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         self._send({"op": "no_tiles", "key": key, "code": code, "message": message})
 
-    async def _ask(self, message: dict[str, Any], payload: bytes = b"") -> Any:
+    async def _ask(
+        self, message: dict[str, Any], payload: bytes | memoryview = b"", descriptor: int | None = None
+    ) -> Any:
         """The child's reply, after the step under way. Raises EngineUnavailable once the child is gone."""
         reply = next(self._reply_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._replies[reply] = future
         try:
-            self._send({**message, "reply": reply}, payload)
+            self._send({**message, "reply": reply}, payload, descriptor)
             return await future
         finally:
             self._replies.pop(reply, None)

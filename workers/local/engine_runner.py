@@ -12,11 +12,9 @@ from encoder.cache import VisualCache
 from llm.engine import Engine
 from llm.request import Event, Failed, Finished, Priority, Request, VisualKey, WantVisual
 from llm.visuals import VisualSource
-from preprocess.wire import from_bytes
+from preprocess.types import Tiles
 from workers.contract.streams import is_last
 from workers.local.delta_pieces import Pieces
-
-BAD_TILES = ("image_processing_failed", "The image could not be processed.")
 
 
 class CachedVisuals:
@@ -97,14 +95,8 @@ class EngineRunner:
         self.engine.cancel(request_id)
         self._forget(request_id)
 
-    def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        """Tiles in wire format; damaged ones fail the requests that wait for them."""
-        try:
-            pixels = from_bytes(tiles).pixels
-        except ValueError:
-            self.fail_tiles(key, *BAD_TILES)
-            return
-        self._batcher.put_tiles(key, pixels, self._wanted.pop(key, "interactive"))
+    def put_tiles(self, key: VisualKey, tiles: Tiles) -> None:
+        self._batcher.put_tiles(key, tiles.pixels, self._wanted.pop(key, "interactive"))
 
     def put_visual(self, key: VisualKey, rows: Any) -> None:
         """Visual tokens that were computed elsewhere."""

@@ -12,6 +12,7 @@ from typing import Any
 from llm.request import Event, Request, VisualKey
 from workers.contract.engine_client import ENGINE_DIED, SHUTTING_DOWN, EngineUnavailable
 from workers.contract.streams import StreamTable, end_tasks
+from workers.contract.tiles_handle import TilesHandle
 from workers.local.engine_runner import EngineRunner
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ class LocalEngine:
             with contextlib.suppress(RuntimeError):  # the thread is gone: so is the request
                 self._thread.submit(self._runner.cancel, request_id)
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
-        await self._tell(self._live_runner().put_tiles, key, tiles)
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
+        opened = await asyncio.to_thread(tiles.open)
+        await self._tell(self._live_runner().put_tiles, key, opened)
 
     async def fail_tiles(self, key: VisualKey, code: str, message: str) -> None:
         await self._tell(self._live_runner().fail_tiles, key, code, message)

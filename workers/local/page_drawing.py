@@ -50,8 +50,8 @@ class _Drawer:
             self.path = path
             async with asyncio.timeout(self._limits.page_deadline_s):
                 await child.send({"page": page}, os.fsencode(path))
-                header, payload = await child.receive(_MAX_PAGE_BYTES)
-                return header, bytes(payload)
+                answer = await child.receive(_MAX_PAGE_BYTES)
+                return answer.header, bytes(answer.payload)
         except (TimeoutError, ConnectionError, EOFError, ValueError) as error:
             out_of_time = isinstance(error, TimeoutError) or await self._died_of_time()
             await self.close()

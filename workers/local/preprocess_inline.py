@@ -6,8 +6,9 @@ import asyncio
 
 from preprocess.limits import ImageLimits
 from preprocess.stage import PreprocessSpec, preprocess
-from preprocess.types import Tiles
+from preprocess.types import ImageInfo
 from workers.contract.stages import Urgency
+from workers.contract.tiles_handle import MadeTiles, TilesHandle
 
 
 class InlinePreprocess:
@@ -22,11 +23,11 @@ class InlinePreprocess:
     async def tiles(
         self,
         data: bytes,
+        info: ImageInfo,
         spec: PreprocessSpec,
         limits: ImageLimits,
         *,
         deadline_s: float,
-        page: int = 0,
         urgency: Urgency | None = None,
-    ) -> Tiles:
-        return await asyncio.to_thread(preprocess, data, spec, limits, page)
+    ) -> TilesHandle:
+        return MadeTiles(await asyncio.to_thread(preprocess, data, spec, limits))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -12,12 +11,9 @@ from typing import Any, TypeVar
 import psutil
 
 from preprocess.limits import BYTES_PER_PIXEL, ImageLimits
-from preprocess.probe import open_header
 from preprocess.stage import PreprocessSpec
-from preprocess.types import ImageError, TileGrid, Tiles
-from preprocess.wire import from_bytes
+from preprocess.types import ImageError, ImageInfo, TileGrid
 from workers.children.child import ONE_THREAD, Child, module_command
-from workers.contract.messages import FRAME_HEADER, frame_sizes, pack_frame
 from workers.contract.stages import (
     MAX_ATTEMPTS,
     DecodeLimits,
@@ -28,6 +24,7 @@ from workers.contract.stages import (
     processing_failed,
     unreachable,
 )
+from workers.contract.tiles_handle import ReceivedTiles, SealedTiles, TilesHandle
 from workers.contract.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -85,29 +82,27 @@ class LocalPreprocess:
     async def tiles(
         self,
         data: bytes,
+        info: ImageInfo,
         spec: PreprocessSpec,
         limits: ImageLimits,
         *,
         deadline_s: float,
-        page: int = 0,
         urgency: Urgency | None = None,
-    ) -> Tiles:
-        header = open_header(data, limits, page)
+    ) -> TilesHandle:
         if self._waiting >= self._options.max_waiting:
             raise overloaded()
         frame = {
             "spec": spec.to_json(),
             "limits": limits.to_json(),
-            "page": page,
             "cpu_s": self._options.limits.cpu_within(deadline_s),
         }
-        grid = spec.rule.grid(header.width, header.height, spec.detail)
+        grid = spec.rule.grid(info.width, info.height, spec.detail)
         urgency = urgency or Urgency()
         failures = 0
         self._waiting += 1
         try:
             async with asyncio.timeout(deadline_s):
-                num_bytes = header.width * header.height * BYTES_PER_PIXEL
+                num_bytes = info.width * info.height * BYTES_PER_PIXEL
                 async with self._turns.hold(num_bytes, urgency):
                     while failures < MAX_ATTEMPTS:
                         try:
@@ -129,7 +124,9 @@ class LocalPreprocess:
         at full priority: what looked like a hang may have been others' work."""
         return urgency.priority == "batch" and self._num_processes > 1
 
-    async def _attempt(self, frame: dict[str, Any], data: bytes, grid: TileGrid, hang_s: float) -> Tiles:
+    async def _attempt(
+        self, frame: dict[str, Any], data: bytes, grid: TileGrid, hang_s: float
+    ) -> TilesHandle:
         """A caller who leaves does not stop the attempt: its own limits end it, and the process is kept."""
         process = await self._idle.get()
         task = asyncio.create_task(self._use(process, frame, data, grid, hang_s))
@@ -149,7 +146,7 @@ class LocalPreprocess:
         data: bytes,
         grid: TileGrid,
         hang_s: float,
-    ) -> Tiles:
+    ) -> TilesHandle:
         """What the process says of the image. One that dies, hangs or talks nonsense is replaced."""
         if process is None or process.ended_idle:  # no image is to blame
             process = await self._successor(process)
@@ -205,7 +202,6 @@ class DecodeProcess:
     def __init__(self, memory_bytes: int) -> None:
         command = [*module_command("workers.local.decode_process"), "--memory-bytes", str(memory_bytes)]
         self._child = Child(command, environment=ONE_THREAD)
-        self._socket = self._child.socket
         self._starting = asyncio.Lock()
         self._up = False
 
@@ -231,40 +227,22 @@ class DecodeProcess:
         """Raises EOFError or OSError when the child can't start."""
         async with self._starting:
             if not self._up:
-                await self._receive()
+                await self._child.receive()
                 self._up = True
 
-    async def tiles(self, frame: dict[str, Any], data: bytes, grid: TileGrid) -> Tiles:
+    async def tiles(self, frame: dict[str, Any], data: bytes, grid: TileGrid) -> TilesHandle:
         """Raises ImageError for what the child refuses, OSError or EOFError when it is gone, ValueError or
         KeyError when it talks nonsense: something else than tiles of this grid."""
-        loop = asyncio.get_running_loop()
-        for part in pack_frame(frame, data):
-            await loop.sock_sendall(self._socket, part)
-        reply, payload = await self._receive()
+        await self._child.send(frame, data)
+        reply, payload, descriptor = await self._child.receive()
+        if descriptor is not None:
+            return SealedTiles(descriptor, grid)
         if reply["op"] == "error":
             raise ImageError(reply["code"], reply["message"])
-        return await asyncio.to_thread(from_bytes, payload, grid)
+        return ReceivedTiles(payload, grid)
 
     async def kill(self) -> None:
         await self._child.end()
-
-    async def _receive(self) -> tuple[dict[str, Any], bytearray]:
-        json_bytes, payload_bytes = frame_sizes(bytes(await self._read(FRAME_HEADER.size)))
-        header = json.loads(await self._read(json_bytes))
-        if not isinstance(header, dict):
-            raise ValueError("a frame's header must be an object")
-        return header, await self._read(payload_bytes)
-
-    async def _read(self, count: int) -> bytearray:
-        loop = asyncio.get_running_loop()
-        buffer = bytearray(count)
-        view = memoryview(buffer)
-        while view:
-            received = await loop.sock_recv_into(self._socket, view)
-            if not received:
-                raise EOFError
-            view = view[received:]
-        return buffer
 
 
 async def _unless_hung(process: DecodeProcess, call: Coroutine[Any, Any, T], hang_s: float) -> T:

@@ -53,7 +53,7 @@ async def check(path: Path, endpoint: str, index: Path) -> tuple[int, list[LineE
     for _ in range(_ATTEMPTS):
         child = Child([*module_command(_MODULE), str(path), endpoint, str(index), str(MAX_ROWS)])
         try:
-            found, _ = await child.receive()
+            found = (await child.receive()).header
         except (EOFError, ConnectionError):
             continue
         finally:

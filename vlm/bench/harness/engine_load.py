@@ -15,7 +15,6 @@ from llm.request import Delta, Failed, Finished, Prompt, Request, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from preprocess.stage import preprocess
-from preprocess.wire import to_bytes
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 from vlm.train.drawing.documents import make_document
@@ -86,7 +85,7 @@ class Driver:
             match event:
                 case WantVisual(key=key):
                     tiles = preprocess(self._images[key], self.spec.preprocess_spec("auto"), ImageLimits())
-                    self.runner.put_tiles(key, to_bytes(tiles))
+                    self.runner.put_tiles(key, tiles)
                 case Delta(request_id=name, token_ids=ids):
                     self.traces[name].token_ids.extend(ids)
                     self.traces[name].token_times.extend([now] * len(ids))

@@ -19,7 +19,6 @@ from encoder.geometry import TowerShape
 from llm.cost import Chunk, DecoderShape, Precision, decode_work, step_work
 from llm.request import ImageSpan, Prompt, Request, SamplingParams, VisualKey
 from preprocess.types import TileGrid, Tiles
-from preprocess.wire import to_bytes
 from vlm.checkpoint import Checkpoint
 from vlm.plan.machine.rates import start_timer
 from vlm.plan.machine.synthetic import Sizes
@@ -129,12 +128,12 @@ class TowerProbe:
         key = VisualKey(f"{self._asked:064x}")
         length = self.prompt_tokens(grid)
         prompt = Prompt((1,) * length, (ImageSpan(2, length - 4, key, 0),))
-        sent = to_bytes(Tiles(tiles, grid))
+        made = Tiles(tiles, grid)
         disturb_caches()
         spent = start_timer(self.device)
         self.runner.submit(Request(str(self._asked), prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
         self.runner.step()
-        self.runner.put_tiles(key, sent)
+        self.runner.put_tiles(key, made)
         while self.runner.has_work:
             self.runner.step()
         return spent()

@@ -1,11 +1,11 @@
-"""Images cut as Idefics3's rule cuts them, with what every patch shows as training targets."""
-
-import math
-from dataclasses import dataclass
+"""Images cut as the service cuts them, with what every patch shows as training targets."""
 
 import numpy as np
 from PIL import Image
 
+from preprocess import cut as product_cut
+from preprocess.tiling import Idefics3Tiling
+from preprocess.types import TileGrid, Tiles
 from vlm.train.drawing.layout import Glyph
 from vlm.train.drawing.shapes import COLOURS, SHAPES, Spot
 
@@ -13,6 +13,7 @@ TILE = 128
 PATCH = 16
 PATCHES = TILE // PATCH  # a side
 LONGEST_EDGE = 256
+RULE = Idefics3Tiling(TILE, LONGEST_EDGE)
 SLOTS = 2  # characters a patch may hold
 CHARACTERS = "".join(chr(code) for code in range(33, 127))
 NUM_CLASSES = 1 + len(CHARACTERS) + len(SHAPES) + len(COLOURS)  # class 0: nothing
@@ -22,36 +23,9 @@ BORDER = 0.4  # px: a centre nearer to a patch border leaves both patches withou
 CLASS_OF = {name: index for index, name in enumerate([*CHARACTERS, *SHAPES, *COLOURS], 1)}
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Tiles in reading order, then the thumbnail: uint8 [num_tiles, 128, 128, 3]; the grid they came from."""
-
-    tiles: np.ndarray
-    rows: int
-    cols: int
-
-
-def resized_size(width: int, height: int) -> tuple[int, int]:
-    """(width, height) before cutting: longest edge 256, both edges rounded up to whole tiles."""
-    if width >= height:
-        edge = int(LONGEST_EDGE * height / width)
-        width, height = LONGEST_EDGE, max(edge + edge % 2, 1)
-    else:
-        edge = int(LONGEST_EDGE * width / height)
-        width, height = max(edge + edge % 2, 1), LONGEST_EDGE
-    return math.ceil(width / TILE) * TILE, math.ceil(height / TILE) * TILE
-
-
-def cut(image: Image.Image, resample: Image.Resampling = Image.Resampling.LANCZOS) -> Cut:
-    """Resizes and cuts an RGB image; the thumbnail is always last."""
-    width, height = resized_size(*image.size)
-    if image.size != (width, height):
-        image = image.resize((width, height), resample)
-    rows, cols = height // TILE, width // TILE
-    pixels = np.asarray(image)
-    grid = pixels.reshape(rows, TILE, cols, TILE, 3).swapaxes(1, 2).reshape(rows * cols, TILE, TILE, 3)
-    thumbnail = np.asarray(image.resize((TILE, TILE), resample))
-    return Cut(np.concatenate([grid, thumbnail[None]]), rows, cols)
+def cut(image: Image.Image) -> Tiles:
+    """An RGB image as the service cuts it; the thumbnail is always last."""
+    return product_cut.cut(image, RULE.plan(*image.size), Image.Resampling.LANCZOS, "exact")
 
 
 def _mark(targets: np.ndarray, glyphs: list[tuple[str, float, float]]) -> None:
@@ -89,11 +63,12 @@ def _legible(sizes: list[float]) -> bool:
     return LEGIBLE[0] <= min(sizes, default=LEGIBLE[0]) and max(sizes, default=LEGIBLE[1]) <= LEGIBLE[1]
 
 
-def patch_targets(glyphs: tuple[Glyph, ...], spots: tuple[Spot, ...], rows: int, cols: int) -> np.ndarray:
+def patch_targets(glyphs: tuple[Glyph, ...], spots: tuple[Spot, ...], grid: TileGrid) -> np.ndarray:
     """Classes int64 [num_tiles, 64, 2] of CLASS_OF: two characters, or a shape's form and colour.
 
     IGNORE fills tiles whose text is not of a legible size.
     """
+    rows, cols = grid.rows, grid.cols
     targets = np.zeros((rows * cols + 1, PATCHES, PATCHES, SLOTS), dtype=np.int64)
     for index in range(rows * cols + 1):
         thumbnail = index == rows * cols

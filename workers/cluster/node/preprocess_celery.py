@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +12,19 @@ from kombu.exceptions import OperationalError
 
 from llm.request import Priority
 from preprocess.limits import ImageLimits
-from preprocess.probe import open_header, page_digest
 from preprocess.stage import PreprocessSpec, tiles_key
-from preprocess.types import ImageError, TileGrid, Tiles
-from preprocess.wire import from_bytes
+from preprocess.types import ImageError, ImageInfo
 from workers.cluster.blobs import BlobStoreFull, BlobStoreUnavailable, open_store
 from workers.cluster.celery_app import BATCH_PRIORITY, PREPROCESS_QUEUE, TILES_TASK, make_app
 from workers.cluster.ledger import WorkLedger
-from workers.cluster.names import TilesJob, task_headers
+from workers.cluster.names import TILES_TTL_S, TilesJob, task_headers
+from workers.cluster.node.stored_tiles import StoredTiles
 from workers.cluster.queue_stats import QueueStats
 from workers.cluster.redis_client import AWAY, connect
 from workers.cluster.redis_clock import RedisClock
 from workers.cluster.single_flight import Judged, Waiter, Waiters
 from workers.contract.loops import log_failure
 from workers.contract.stages import (
-    MAX_ATTEMPTS,
     DecodeLimits,
     Urgency,
     deadline_passed,
@@ -36,6 +33,7 @@ from workers.contract.stages import (
     unreachable,
 )
 from workers.contract.streams import end_tasks
+from workers.contract.tiles_handle import TilesHandle
 from workers.contract.turns import AGEING_S
 
 log = logging.getLogger(__name__)
@@ -55,6 +53,7 @@ class CeleryPreprocess:
         """Raises ValueError for URLs that aren't Redis's; connects to nothing yet."""
         self._limits = limits or DecodeLimits()
         self._app = make_app(broker)
+        self._url = store
         self._store = open_store(store)
         self._ledger_client = connect(store)
         self._waiters = Waiters(WorkLedger(self._ledger_client, PREPROCESS_QUEUE), store)
@@ -79,34 +78,34 @@ class CeleryPreprocess:
     async def tiles(
         self,
         data: bytes,
+        info: ImageInfo,
         spec: PreprocessSpec,
         limits: ImageLimits,
         *,
         deadline_s: float,
-        page: int = 0,
         urgency: Urgency | None = None,
-    ) -> Tiles:
-        header = open_header(data, limits, page)
-        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
+    ) -> TilesHandle:
         job = TilesJob(
-            key=tiles_key(page_digest(digest, page), spec),
-            digest=digest,
+            key=tiles_key(info.sha256, spec),
+            digest=info.sha256,
             spec=spec.to_json(),
             limits=limits.to_json(),
-            page=page,
             cpu_s=self._limits.cpu_within(deadline_s),
         )
-        grid = spec.rule.grid(header.width, header.height, spec.detail)
-        wish = _Wish(Waiter(self._waiters), job, data, grid, deadline_s, urgency or Urgency())
+        wish = _Wish(Waiter(self._waiters), job, data, deadline_s, urgency or Urgency())
         wish.waiter.join(job.key)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._wait(wish)
-        except TimeoutError:
-            raise (unreachable() if wish.away else deadline_passed()) from None
+                await self._wait(wish)
+        except BaseException as error:
+            self._leave(wish)
+            if isinstance(error, TimeoutError):
+                raise (unreachable() if wish.away else deadline_passed()) from None
+            raise
         finally:
             wish.waiter.leave()
-            self._threads.submit(self._leave, wish).add_done_callback(log_failure)
+        grid = spec.rule.grid(info.width, info.height, spec.detail)
+        return StoredTiles(self._store, self._url, job.tiles_blob, grid, lambda: self._leave(wish))
 
     async def queues(self) -> dict[str, dict[str, float]]:
         """As `QueueStats.read`, of the preprocess queue alone. Empty while Redis is away."""
@@ -117,52 +116,39 @@ class CeleryPreprocess:
             return {}
         return {PREPROCESS_QUEUE: queues[PREPROCESS_QUEUE]}
 
-    async def _wait(self, wish: _Wish) -> Tiles:
+    async def _wait(self, wish: _Wish) -> None:
+        """Until the store has the tiles."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                tiles = await loop.run_in_executor(self._threads, self._advance, wish)
+                is_there = await loop.run_in_executor(self._threads, self._advance, wish)
                 wish.away = False
             except _AWAY as error:
                 if not wish.away:
                     log.warning("Redis is away: %s", error)
-                tiles = None
+                is_there = False
                 wish.away = True
             except BlobStoreFull:
                 raise overloaded() from None
-            if tiles is not None:
-                return tiles
+            if is_there:
+                return
             await wish.waiter.pause()
 
-    def _advance(self, wish: _Wish) -> Tiles | None:
-        """The tiles, if they are there; else whatever gets them made. Runs in a thread."""
+    def _advance(self, wish: _Wish) -> bool:
+        """Whether the tiles are there; if not, whatever gets them made. Runs in a thread."""
         priority, exhausted = wish.priority, processing_failed()
         try:
-            return wish.waiter.advance(
+            found = wish.waiter.advance(
                 wish.job.key,
-                lambda: self._find(wish),
+                lambda: self._store.renew(wish.job.tiles_blob, TILES_TTL_S) or None,
                 lambda: self._send(wish, priority),
                 (exhausted.code, exhausted.message),
                 priority=priority,
             )
+            return found is not None
         except Judged as verdict:
             full = overloaded()
             raise full if verdict.code == full.code else ImageError(verdict.code, verdict.message) from None
-
-    def _find(self, wish: _Wish) -> Tiles | None:
-        blob = wish.job.tiles_blob
-        payload = self._store.get(blob)
-        if payload is None:
-            return None
-        try:
-            return from_bytes(payload, wish.grid)
-        except ValueError as misfit:
-            log.warning("the tiles stored for an image are not its own: %s", misfit)
-        self._store.delete(blob)
-        wish.misfits += 1
-        if wish.misfits >= MAX_ATTEMPTS:
-            raise unreachable()
-        return None
 
     def _send(self, wish: _Wish, priority: Priority) -> None:
         job = wish.job
@@ -179,6 +165,10 @@ class CeleryPreprocess:
         )
 
     def _leave(self, wish: _Wish) -> None:
+        with contextlib.suppress(RuntimeError):  # the stage is closed: they expire
+            self._threads.submit(self._leave_now, wish).add_done_callback(log_failure)
+
+    def _leave_now(self, wish: _Wish) -> None:
         """The last to leave takes image and tiles along; if Redis is away they expire."""
         if wish.away:
             return
@@ -196,15 +186,12 @@ class _Wish:
         waiter: Waiter,
         job: TilesJob,
         data: bytes,
-        grid: TileGrid,
         deadline_s: float,
         urgency: Urgency,
     ) -> None:
         self.waiter = waiter
         self.job = job
         self.data = data
-        self.grid = grid  # as planned
-        self.misfits = 0  # tiles found that were damaged or of another grid
         self.deadline_s = deadline_s
         self.urgency = urgency
         self.away = False  # Redis did not answer last time

@@ -45,6 +45,7 @@ from workers.contract.loops import keep_going, log_failure
 from workers.contract.messages import request_to_json
 from workers.contract.stages import MAX_ATTEMPTS
 from workers.contract.streams import end_tasks, is_last
+from workers.contract.tiles_handle import TilesHandle
 from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, version_of
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class RemoteEngine:
             self._open.discard(request.id)
             self._end(call, finished)
 
-    async def put_tiles(self, key: VisualKey, tiles: bytes) -> None:
+    async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
         await self._visuals.provide(key, tiles, self._image_deadline_s)
         for call in self._calls.values():
             if not self._visuals.is_wanted(key, call.replica):

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -21,6 +21,7 @@ from workers.cluster.members import About, Watch
 from workers.cluster.names import (
     ENCODE_QUEUE,
     ENCODE_TASK,
+    GRID_HEADER,
     ROWS_HEADER,
     TILES_TTL_S,
     EncodeJob,
@@ -29,10 +30,12 @@ from workers.cluster.names import (
     encoder_tiles_blob,
     task_headers,
 )
+from workers.cluster.node.stored_tiles import StoredTiles
 from workers.cluster.single_flight import Judged, Waiter, Waiters
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.loops import log_failure
 from workers.contract.stages import StageUnavailable, overloaded
+from workers.contract.tiles_handle import TilesHandle
 from workers.contract.versions import version_of
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class _TilesAtHand:
 
     waiter: Waiter
     key: VisualKey
-    tiles: bytes
+    tiles: TilesHandle
     patience_s: float
     at_work: float = field(default_factory=time.monotonic)  # when somebody was last seen at it
     stored: float = 0.0  # when the tiles were last put
@@ -75,6 +78,7 @@ class RemoteVisuals:
         self._app = app
         self._blobs = blobs
         self._level2 = level2
+        self._store_url = store_url
         self._waiters = Waiters(ledger, store_url)
         self._clock = ledger.clock
         self._mailbox = mailbox
@@ -101,12 +105,12 @@ class RemoteVisuals:
         for key in list(self._wanted):
             self.unwant(key, replica)
 
-    async def provide(self, key: VisualKey, tiles: bytes, deadline_s: float) -> None:
+    async def provide(self, key: VisualKey, tiles: TilesHandle, deadline_s: float) -> None:
         """Returns once every replica that waits has word that the tokens are there.
 
         An encode under way may take as long as it does: its lease ends with its worker. Raises
-        StageUnavailable for what may do later: nobody was at it for `deadline_s`. Cancelled: the encode is
-        dropped if no one else waits.
+        StageUnavailable for what may do later: nobody was at it for `deadline_s`. Raises TilesLost.
+        Cancelled: the encode is dropped if no one else waits.
         """
         flight = _TilesAtHand(Waiter(self._waiters), key, tiles, deadline_s)
         try:
@@ -180,16 +184,13 @@ class RemoteVisuals:
             return InboxMessage("fail", flight.key, "", verdict.code, verdict.message)
 
     def _send(self, flight: _TilesAtHand, about: About, replica: str) -> None:
-        blob = encoder_tiles_blob(flight.key)
-        if time.monotonic() - flight.stored > TILES_TTL_S / 2 or not self._blobs.exists(blob):
-            self._blobs.put(blob, flight.tiles, TILES_TTL_S)
-            flight.stored = time.monotonic()
+        blob, grid = self._store(flight), astuple(flight.tiles.grid)
         revision, dtype = about.get("encoder_revision", ""), about.get("dtype", "")
         if not any(
             (encoder.get("revision"), encoder.get("dtype")) == (revision, dtype)
             for encoder in self._encoders.alive.values()
         ):
-            self._post(replica, InboxMessage("tiles", flight.key, blob))
+            self._post(replica, InboxMessage("tiles", flight.key, blob, grid=grid))
             return
         left_s = flight.at_work + flight.patience_s - time.monotonic()
         job = EncodeJob(flight.key, revision, dtype, blob, left_s, self._clock.now())
@@ -197,10 +198,25 @@ class RemoteVisuals:
             ENCODE_TASK,
             kwargs=asdict(job),
             queue=ENCODE_QUEUE,
-            headers=task_headers(job.sent_at, **{ROWS_HEADER: self._num_rows(flight.key, replica)}),
+            headers=task_headers(
+                job.sent_at, **{ROWS_HEADER: self._num_rows(flight.key, replica), GRID_HEADER: grid}
+            ),
             retry=True,
             retry_policy=SEND_RETRY,
         )
+
+    def _store(self, flight: _TilesAtHand) -> str:
+        """The blob that has the tiles for some time from now: that of the worker which made them, if it uses
+        this store."""
+        tiles = flight.tiles
+        if isinstance(tiles, StoredTiles) and tiles.url == self._store_url:
+            tiles.renew()
+            return tiles.blob
+        blob = encoder_tiles_blob(flight.key)
+        if time.monotonic() - flight.stored > TILES_TTL_S / 2 or not self._blobs.exists(blob):
+            self._blobs.put(blob, tiles.wire(), TILES_TTL_S)
+            flight.stored = time.monotonic()
+        return blob
 
     def _post(self, replica: str, message: InboxMessage) -> None:
         self._mailbox.post(replica, message, version_of(self._replicas.alive.get(replica, {})))
@@ -211,7 +227,7 @@ class RemoteVisuals:
 
         def leave() -> None:
             with contextlib.suppress(*AWAY):
-                if flight.waiter.leave_ledger():
+                if flight.waiter.leave_ledger() and flight.stored:
                     self._blobs.delete(encoder_tiles_blob(flight.key))
 
         self._threads.submit(leave).add_done_callback(log_failure)

@@ -18,7 +18,16 @@ from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
 from workers.cluster.ledger import Outcome, WorkLedger
 from workers.cluster.members import About, HeartbeatThread, Registry
-from workers.cluster.names import ENCODE_QUEUE, ENCODE_TASK, ENCODER, ROWS_HEADER, EncodeJob, waited_s
+from workers.cluster.names import (
+    ENCODE_QUEUE,
+    ENCODE_TASK,
+    ENCODER,
+    GRID_HEADER,
+    ROWS_HEADER,
+    EncodeJob,
+    planned_grid,
+    waited_s,
+)
 from workers.cluster.redis_client import check_access, connect
 from workers.cluster.single_flight import Lease
 from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
@@ -146,7 +155,7 @@ def run_encode_job(
     lease = Lease.take(ledger, name, ENCODING_FAILED)
     if lease is not None:
         with lease:
-            lease.outcome = _encode(job, service, blobs, level2, lease, headers.get(ROWS_HEADER, 0))
+            lease.outcome = _encode(job, service, blobs, level2, lease, headers)
 
 
 def _encode(
@@ -155,14 +164,15 @@ def _encode(
     blobs: BlobStore,
     level2: VisualStore,
     lease: Lease,
-    num_rows: int,
+    headers: Mapping[str, Any],
 ) -> Outcome:
     payload = blobs.get(job.tiles_blob)
     if payload is None:
         return "undone"  # whoever waits puts it there again
     try:
-        rows = service.encode(job.key, from_bytes(payload).pixels, lambda: lease.wanted)
-        if num_rows not in (0, len(rows)):
+        tiles = from_bytes(payload, planned_grid(headers.get(GRID_HEADER, ())))
+        rows = service.encode(job.key, tiles.pixels, lambda: lease.wanted)
+        if headers.get(ROWS_HEADER, 0) not in (0, len(rows)):
             raise ValueError("tiles of another grid")
         level2.put(job.key, rows)
     except ValueError:

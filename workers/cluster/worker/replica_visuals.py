@@ -17,14 +17,15 @@ from typing import Any
 import redis
 
 from llm.request import Request, VisualKey, WantVisual
+from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull, BlobStoreUnavailable
 from workers.cluster.ledger import Outcome, WorkLedger
-from workers.cluster.names import InboxMessage
+from workers.cluster.names import InboxMessage, planned_grid
 from workers.cluster.single_flight import Lease
 from workers.cluster.visual_store import VisualStore
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.stages import overloaded
-from workers.local.engine_runner import BAD_TILES, EngineRunner
+from workers.local.engine_runner import EngineRunner
 from workers.local.step_thread import StepThread
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class ReplicaVisuals:
         if message.op == "visual":
             self._pool.submit(self._guard, self._look, key, None)
         elif message.op == "tiles":
-            self._pool.submit(self._guard, self._encode_here, key, message.blob)
+            self._pool.submit(self._guard, self._encode_here, key, message)
         else:
             self._settle(key)
             self._thread.tell(lambda runner: runner.fail_tiles(key, message.code, message.message))
@@ -177,12 +178,17 @@ class ReplicaVisuals:
         else:
             self._ask(WantVisual(call, key))
 
-    def _encode_here(self, key: VisualKey, blob: str) -> None:
+    def _encode_here(self, key: VisualKey, message: InboxMessage) -> None:
         lease = Lease.take(self._ledger, self._level2.form.entry(key), ENCODING_FAILED)
         if lease is None:
             return
         try:
-            tiles = self._blobs.get(blob)
+            data = self._blobs.get(message.blob)
+            tiles = None if data is None else from_bytes(data, planned_grid(message.grid))
+        except ValueError:
+            self._blobs.delete(message.blob)
+            lease.end("failed")
+            return
         except BaseException:
             lease.end("failed")
             raise
@@ -191,7 +197,7 @@ class ReplicaVisuals:
             return
         with self._lock:
             want = self._wants.get(key)
-        encode = _Encode(lease, want.num_rows if want else 0, blob)
+        encode = _Encode(lease, want.num_rows if want else 0, message.blob)
 
         def put(runner: EngineRunner) -> None:
             self._encoding[key] = encode
@@ -216,7 +222,7 @@ class ReplicaVisuals:
             elif rows is not None:
                 self._level2.put(key, rows)
             elif failure is not None:
-                encode.lease.judge(*(ENCODING_FAILED if failure == BAD_TILES else failure))
+                encode.lease.judge(*failure)
         except BlobStoreFull:
             full = overloaded()
             encode.lease.judge(full.code, full.message)

@@ -20,12 +20,10 @@ from workers.children.process_limits import OUT_OF_MEMORY_EXIT, limit_cpu, limit
 from workers.cluster.blobs import BlobStore, BlobStoreFull
 from workers.cluster.celery_app import TILES_TASK
 from workers.cluster.ledger import Outcome, WorkLedger
-from workers.cluster.names import TilesJob, waited_s
+from workers.cluster.names import TILES_TTL_S, TilesJob, waited_s
 from workers.cluster.single_flight import Lease
 from workers.contract.stages import DecodeLimits, overloaded, processing_failed
 from workers.contract.versions import known_fields
-
-TILES_TTL_S = 120.0
 
 
 def register_tasks(app: Celery, store: BlobStore, ledger: WorkLedger, limits: DecodeLimits) -> None:
@@ -70,7 +68,7 @@ def _make_tiles(job: TilesJob, store: BlobStore, lease: Lease) -> Outcome:
     limit_cpu(job.cpu_s)
     try:
         spec, limits = PreprocessSpec.from_json(job.spec), ImageLimits.from_json(job.limits)
-        payload = to_bytes(preprocess(data, spec, limits, job.page))
+        payload = to_bytes(preprocess(data, spec, limits))
     except ImageError as refused:
         lease.judge(refused.code, refused.message)
         return "done"
