@@ -62,7 +62,7 @@ def response_head(generation: Generation, body: ResponsesRequest) -> Json:
 
 async def response(generation: Generation, body: ResponsesRequest, keep: Keep) -> Json:
     """Reads a generation to its end. Raises ApiError."""
-    answer = _Answer(generation, body)
+    answer = _GrowingResponse(generation, body)
     async with contextlib.aclosing(pieces(generation)) as read:
         async for piece in read:
             for _ in answer.take(piece):
@@ -74,7 +74,7 @@ async def response(generation: Generation, body: ResponsesRequest, keep: Keep) -
 
 async def events(generation: Generation, body: ResponsesRequest, keep: Keep) -> AsyncGenerator[bytes, None]:
     """Server-sent events. Raises ApiError until the first; later ones are an event."""
-    answer = _Answer(generation, body)
+    answer = _GrowingResponse(generation, body)
     begun = False
     number = 0
 
@@ -103,7 +103,7 @@ async def events(generation: Generation, body: ResponsesRequest, keep: Keep) -> 
         yield numbered(answer.fail(error))
 
 
-class _Answer:
+class _GrowingResponse:
     """A response as it grows; every step says its events."""
 
     def __init__(self, generation: Generation, body: ResponsesRequest) -> None:
