@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from vlm.requests.errors import invalid
+from vlm.requests.params import parsed_chat
 from vlm.requests.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MOST_TOKENS, ChatRequest, StopString
 from vlm.requests.tool_schemas import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Lenient, ToolName
 
@@ -89,7 +90,7 @@ def chat_of(body: CountRequest) -> ChatRequest:
             "stop": body.stop_sequences or None,
             "stream": body.stream,
         }
-    return ChatRequest.model_validate(chat)
+    return parsed_chat(chat)
 
 
 def _messages(message: MessageIn, place: str) -> list[Json]:

@@ -124,6 +124,9 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return invalid(*NO_JSON)
     location = tuple(first["loc"])
     param = _param(location)
+    if kind == "extra_forbidden":
+        shown = f": '{param}'" if param else ""
+        return invalid("unknown_parameter", f"This parameter is not known here{shown}.", param)
     if param is None:
         return invalid("invalid_request", "The request body must be a JSON object.")
     if kind == "missing":

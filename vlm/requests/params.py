@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
 from llm.request import Priority, SamplingParams
 from vlm.config import ServeConfig
 from vlm.requests.constraints import constraint_of
-from vlm.requests.errors import invalid, unknown_model
+from vlm.requests.errors import from_validation, invalid, unknown_model
 from vlm.requests.schemas import MOST_TOKENS, ChatRequest
 
 _UNSUPPORTED = {
@@ -17,6 +22,14 @@ _UNSUPPORTED = {
     "continue_final_message": "",
     "grammar": "Use 'guided_grammar', in Lark's notation.",
 }
+
+
+def parsed_chat(fields: dict[str, Any]) -> ChatRequest:
+    """A chat made of another form's request. Raises ApiError 400."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(RequestValidationError(error.errors())) from None
 
 
 def check_supported(body: ChatRequest) -> None:
