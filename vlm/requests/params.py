@@ -109,11 +109,11 @@ def sampling_params(body: SamplingFields, config: ServeConfig) -> SamplingParams
     )
 
 
-class Encoder(Protocol):
+class EncodesText(Protocol):
     def encode(self, text: str, *, allow_special: bool = True, starts: bool = True) -> list[int]: ...
 
 
-def without_words(params: SamplingParams, words: Sequence[str], tokenizer: Encoder) -> SamplingParams:
+def without_words(params: SamplingParams, words: Sequence[str], tokenizer: EncodesText) -> SamplingParams:
     """Forbids words as they begin a text or follow a space. Raises ApiError 400 for one of several tokens."""
     forms = {
         form: tokenizer.encode(form, allow_special=False, starts=False)
