@@ -26,6 +26,7 @@ ROUTES = {
     ("get", "/v1/files/{file_id}"),
     ("delete", "/v1/files/{file_id}"),
     ("get", "/v1/files/{file_id}/content"),
+    ("post", "/v1/completions"),
     ("post", "/v1/responses"),
     ("get", "/v1/responses/{response_id}"),
     ("delete", "/v1/responses/{response_id}"),

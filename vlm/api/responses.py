@@ -149,6 +149,30 @@ class AnthropicMessage(ApiModel):
     usage: AnthropicUsage
 
 
+class TextLogprobs(ApiModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters before each token
+
+
+class TextChoice(ApiModel):
+    index: int  # prompt by prompt, `n` of each
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(ApiModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[TextChoice]
+    usage: UsageOut
+
+
 class InputTokenDetails(ApiModel):
     cached_tokens: int
     cache_write_tokens: int

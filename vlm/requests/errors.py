@@ -103,7 +103,11 @@ def from_exception(error: Exception) -> ApiError:
 
 
 # Names that pydantic puts into a location but clients never wrote.
-_NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float", "bool"}
+_NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float", "bool"} | {
+    "text_list",
+    "token_list",
+    "token_lists",
+}
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 

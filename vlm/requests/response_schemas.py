@@ -10,7 +10,8 @@ from pydantic import Field, JsonValue
 
 from vlm.requests.errors import ApiError, invalid
 from vlm.requests.params import parsed_chat
-from vlm.requests.schemas import MAX_MESSAGES, MAX_PARTS, MOST_TOKENS, ChatRequest, Detailed
+from vlm.requests.sampling_schemas import MOST_TOKENS
+from vlm.requests.schemas import MAX_MESSAGES, MAX_PARTS, ChatRequest, Detailed
 from vlm.requests.tool_schemas import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Lenient, Strict, ToolName
 
 Json = dict[str, Any]
