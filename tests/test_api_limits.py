@@ -95,7 +95,6 @@ def test_a_damaged_image_is_named_by_its_place(client: httpx.Client, stream: boo
     ("name", "value"),
     [
         ("grammar", "root ::= [a-z]"),
-        ("bad_words", ["a"]),
         ("chat_template", "{{ messages }}"),
         ("continue_final_message", True),
     ],

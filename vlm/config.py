@@ -131,6 +131,9 @@ class ServeConfig(Checked):
     max_files_mb: Mebibytes = 4096  # of all stored files
     image_store_mb: Mebibytes = 512  # of all uploaded images
     image_ttl_s: Annotated[float, Between(1, 366 * 86_400)] = 86400.0  # an uploaded image's lifetime
+    responses_mb: Annotated[int, Between(0, 1 << 24)] = 256  # of stored responses with their chats
+    max_responses: Annotated[int, Between(0, 1 << 20)] = 1024  # that are stored; 0 stores none
+    response_ttl_s: Annotated[float, Between(1, 366 * 86_400)] = 3600.0  # a stored response's lifetime
     log_format: Literal["auto", "json", "plain"] = "auto"  # auto: plain on a terminal, else json
     traces: bool = False  # OpenTelemetry spans over the stages; needs the extra [trace]
 

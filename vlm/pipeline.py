@@ -30,6 +30,7 @@ from llm.request import (
     WantVisual,
 )
 from preprocess.limits import ImageLimits
+from preprocess.own_size import AreaResize, EdgeResize
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Detail, ImageError, ImageInfo, TileGrid
 from vlm.foreign.foreign_spec import ForeignSpec
@@ -60,6 +61,7 @@ class ImageInput:
 
     data: bytes
     detail: Detail = "auto"
+    max_pixels: int | None = None  # below the model's own cap, where the image is taken whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ class Pipeline:
         """What an image costs, from its header. Raises `ImageError`."""
         info = read_header(image.data, self.limits)
         spec = self.spec.preprocess_spec(image.detail)
+        if image.max_pixels is not None:
+            spec = _capped(spec, image.max_pixels)
         grid = spec.rule.grid(info.width, info.height, spec.detail)
         return PlannedImage(
             data=image.data,
@@ -178,9 +182,25 @@ class Pipeline:
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
             planned.append(Message(message.role, tuple(parts), message.calls, message.call_id, message.name))
         prompt = self.spec.prompt_builder.build(planned, rendering)
-        params = replace(self._fit(prompt, params), drop_leading_space=True)
+        # an answer that is gone on with has its spaces where they are
+        params = replace(self._fit(prompt, params), drop_leading_space=not rendering.continues_last)
         request = Request(request_id, prompt, params, priority, namespace)
         return PreparedRequest(request, tuple(images), started)
+
+    def prepare_text(
+        self,
+        request_id: str,
+        text: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: Priority = "interactive",
+        namespace: str = "",
+    ) -> PreparedRequest:
+        """A text or its tokens to go on with, without images. Raises `RequestError`."""
+        started = time.monotonic()
+        prompt = self.spec.prompt_builder.plain(text)
+        request = Request(request_id, prompt, self._fit(prompt, params), priority, namespace)
+        return PreparedRequest(request, (), started)
 
     def _fit(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """Caps `max_tokens` at what the context leaves. Raises `RequestError` when nothing is left."""
@@ -310,3 +330,14 @@ def _blamed(event: Failed, prepared: PreparedRequest, joined: Mapping[VisualKey,
         if image.key in joined and joined[image.key].failed:
             return ImageFailed(event.request_id, event.code, event.message, image=index)
     return event
+
+
+def _capped(spec: PreprocessSpec, max_pixels: int) -> PreprocessSpec:
+    """Raises `RequestError` where images are cut into tiles."""
+    if not isinstance(spec.rule, AreaResize | EdgeResize):
+        raise RequestError(
+            "unsupported_parameter",
+            "'max_pixels' is not available: this model doesn't take images whole. Use 'detail'.",
+            "mm_processor_kwargs.max_pixels",
+        )
+    return replace(spec, rule=spec.rule.capped(max_pixels))

@@ -73,7 +73,12 @@ Piece = str | Rows
 class PromptTokenizer(Protocol):
     def encode(self, text: str, *, allow_special: bool = True, starts: bool = True) -> list[int]: ...
 
+    def whole(self, text: str) -> list[int]: ...
+
     def token_id(self, token: str) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def special_tokens(self) -> Sequence[str]: ...
 
@@ -167,6 +172,16 @@ class PromptBuilder:
             else:
                 ids += self._ids(item, starts=not ids)
         return Prompt(tuple(ids), tuple(spans))
+
+    def plain(self, text: str | Sequence[int]) -> Prompt:
+        """A text as it is, special tokens and all, or its tokens. Raises `RequestError`."""
+        if isinstance(text, str):
+            text = self._tokenizer.whole(text)
+        if not text:
+            raise RequestError("invalid_value", "The prompt has no tokens.")
+        if any(token >= self._tokenizer.vocab_size for token in text):
+            raise RequestError("invalid_value", "A token id is outside the vocabulary.")
+        return Prompt(tuple(text))
 
     def check_length(self, messages: Sequence[Message], rendering: Rendering) -> None:
         """Raises `RequestError` for what is too long to look at."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -58,6 +58,9 @@ def _raise(message: object) -> None:
     raise _Refused(str(message))
 
 
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # whatever a caller's variables are
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -92,9 +95,11 @@ class ChatTemplate:
         environment.globals.update(functions)
         try:
             self._template = environment.from_string(source)
+            read = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError:
             raise ConfigError("the chat template is not valid Jinja") from None
         self._variables = dict(variables)
+        self._readable = read - {*variables, *functions, *_GIVEN}
         self._reads_parts = self._probe()
 
     def render(
@@ -119,6 +124,13 @@ class ChatTemplate:
             messages = [
                 {**message, "content": joined(message.get("content"), placeholder)} for message in messages
             ]
+        if unknown := sorted((variables or {}).keys() - self._readable):
+            readable = ", ".join(sorted(self._readable)) or "none"
+            raise RequestError(
+                "unsupported_parameter",
+                f"The model's chat template does not read {unknown[0]!r:.80}. It reads: {readable:.500}.",
+                "chat_template_kwargs",
+            )
         try:
             return self._render(messages, add_generation_prompt, tools, variables or {})
         except _Refused as error:

@@ -91,6 +91,10 @@ class Tokenizer:
             return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return tokenizer.encode(text, add_special_tokens=False).ids
 
+    def whole(self, text: str) -> list[int]:
+        """A text by itself, with the tokens that the checkpoint puts around one."""
+        return self._parsing.encode_batch([text], add_special_tokens=True)[0].ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._parsing.decode(list(token_ids), skip_special_tokens=skip_special)
 

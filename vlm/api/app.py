@@ -20,6 +20,7 @@ from vlm.api.anthropic import message_routes as anthropic
 from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
+from vlm.api.completions import text_routes as completions
 from vlm.api.guard.admission import Admission
 from vlm.api.guard.auth import KeyRing
 from vlm.api.guard.keys import load_keys
@@ -29,6 +30,8 @@ from vlm.api.guard.routes import ServiceRoute
 from vlm.api.observe import health
 from vlm.api.observe.metrics import Metrics
 from vlm.api.observe.tracing import make_traces
+from vlm.api.openai_responses import response_routes as openai_responses
+from vlm.api.openai_responses.response_store import ResponseStore
 from vlm.api.responses import errors
 from vlm.api.service import Service
 from vlm.api.storage import file_routes
@@ -61,6 +64,7 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
             max_file_bytes=config.max_file_mb * MEBIBYTE,
             max_total_bytes=config.max_files_mb * MEBIBYTE,
         ),
+        stored=ResponseStore(config.max_responses, config.responses_mb * MEBIBYTE, config.response_ttl_s),
         fetcher=Fetcher(config.fetch_deadline_s),
         documents=DocumentPages(pipeline.limits),
         traces=make_traces(config.traces),
@@ -114,7 +118,18 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
     if config.root_path:
         app.add_middleware(PrefixMiddleware, root_path=config.root_path)
     install_handlers(app)
-    for module in (chat, anthropic, costs, images, file_routes, batches, health, playground):
+    for module in (
+        chat,
+        completions,
+        anthropic,
+        openai_responses,
+        costs,
+        images,
+        file_routes,
+        batches,
+        health,
+        playground,
+    ):
         app.include_router(module.router)
 
     @app.get("/openapi.json", responses=errors(401), response_model=None)

@@ -149,6 +149,59 @@ class AnthropicMessage(ApiModel):
     usage: AnthropicUsage
 
 
+class TextLogprobs(ApiModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters before each token
+
+
+class TextChoice(ApiModel):
+    index: int  # prompt by prompt, `n` of each
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(ApiModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[TextChoice]
+    usage: UsageOut
+
+
+class InputTokenDetails(ApiModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsageOut(ApiModel):
+    input_tokens: int
+    input_tokens_details: InputTokenDetails
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseOut(ApiModel):
+    """Beside these, settings as they were sent."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]  # items of type message and function_call
+    previous_response_id: str | None
+    store: bool  # false too for one larger than the store
+    usage: ResponseUsageOut | None
+
+
 class VersionOut(ApiModel):
     version: str
 

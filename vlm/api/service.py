@@ -16,6 +16,7 @@ from vlm.api.guard.quotas import Kind, Quotas
 from vlm.api.observe.metrics import Metrics
 from vlm.api.observe.stage_rates import StageRates
 from vlm.api.observe.tracing import NoTraces, Traces
+from vlm.api.openai_responses.response_store import ResponseStore
 from vlm.api.storage.fetch import Fetcher
 from vlm.api.storage.files import FileStore
 from vlm.api.storage.image_store import Images
@@ -33,6 +34,7 @@ class Service:
     metrics: Metrics
     images: Images
     files: FileStore
+    stored: ResponseStore
     fetcher: Fetcher
     documents: DocumentPages
     started_at: int  # Unix time

@@ -7,6 +7,7 @@ many tokens that comes to is known when the answer is.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -75,6 +76,18 @@ class ForeignPromptBuilder(PromptBuilder):
         ids = (0,) * len(keys) + tuple(self._tokenizer.encode(text))
         return Prompt(ids, tuple(ImageSpan(i, 1, key, 0) for i, key in enumerate(keys)), text)
 
+    def plain(self, text: str | Sequence[int]) -> Prompt:
+        """Raises `RequestError` for tokens: transformers makes its own of the text."""
+        if not isinstance(text, str):
+            raise RequestError(
+                "unsupported_parameter", "A prompt of this model is a text: transformers runs it."
+            )
+        if self._placeholder in text or not text:
+            raise RequestError(
+                "invalid_value", "The prompt must have a text, and none that stands for images."
+            )
+        return Prompt(tuple(self._tokenizer.encode(text)), text=text)
+
     def _check(self, messages: list[Message], rendering: Rendering) -> None:
         if rendering.tools:
             raise RequestError(
@@ -86,6 +99,10 @@ class ForeignPromptBuilder(PromptBuilder):
         """By the template; without one, all images and then all texts, as models without chats are taught."""
         if self._has_template:
             return super()._rendered(messages, rendering)
+        if rendering.variables:
+            raise RequestError(
+                "unsupported_parameter", "This model has no chat template.", "chat_template_kwargs"
+            )
         described = [self._described(message) for message in messages]
         images = sum(isinstance(part, ImagePart) for message in messages for part in message.content)
         texts = [str(joined(item["content"], "")) for item in described]

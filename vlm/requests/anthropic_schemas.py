@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from vlm.requests.errors import invalid
-from vlm.requests.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MOST_TOKENS, ChatRequest, StopString
-from vlm.requests.tool_schemas import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Lenient, ToolName
+from vlm.requests.params import parsed_chat
+from vlm.requests.sampling_schemas import MAX_STOPS, MOST_TOKENS, StopString
+from vlm.requests.schemas import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from vlm.requests.tool_schemas import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Lenient, Strict, ToolName
 
 Json = dict[str, Any]
 
@@ -52,13 +54,16 @@ class ToolChoice(Lenient):
     disable_parallel_tool_use: bool = False
 
 
-class CountRequest(Lenient):
+class CountRequest(Strict):
     model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
     messages: list[MessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | Annotated[list[MessageBlock], Field(max_length=MAX_PARTS)] | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: dict[str, JsonValue] | None = Field(None, description="Only of type disabled.")
+    metadata: JsonValue = Field(None, description="Taken, without effect.")
+    service_tier: str | None = Field(None, max_length=64, description="Taken, without effect.")
+    cache_control: JsonValue = Field(None, description="Taken, without effect: whatever can be is cached.")
 
 
 class MessagesRequest(CountRequest):
@@ -89,7 +94,7 @@ def chat_of(body: CountRequest) -> ChatRequest:
             "stop": body.stop_sequences or None,
             "stream": body.stream,
         }
-    return ChatRequest.model_validate(chat)
+    return parsed_chat(chat)
 
 
 def _messages(message: MessageIn, place: str) -> list[Json]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm.requests.errors import ApiError, invalid
-from vlm.requests.schemas import MAX_SCHEMA_CHARS, ChatRequest, ResponseFormat
+from vlm.requests.sampling_schemas import MAX_SCHEMA_CHARS, ResponseFormat, SamplingFields
 
 Constraint = tuple[str, str]  # (kind, text) of llm.request.SamplingParams
 
@@ -17,7 +17,7 @@ _MAX_CHOICES = 1024
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
-def constraint_of(body: ChatRequest) -> Constraint | None:
+def constraint_of(body: SamplingFields) -> Constraint | None:
     """Raises ApiError 400 for one that is incomplete, wrong or given twice."""
     found = [
         (name, constraint)
@@ -35,7 +35,7 @@ def constraint_of(body: ChatRequest) -> Constraint | None:
     return found[0][1] if found else None
 
 
-def _guided(name: str, kind: str, body: ChatRequest) -> Constraint | None:
+def _guided(name: str, kind: str, body: SamplingFields) -> Constraint | None:
     return _of(name, kind, getattr(body, name))
 
 

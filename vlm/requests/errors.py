@@ -103,7 +103,11 @@ def from_exception(error: Exception) -> ApiError:
 
 
 # Names that pydantic puts into a location but clients never wrote.
-_NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float", "bool"}
+_NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float", "bool"} | {
+    "text_list",
+    "token_list",
+    "token_lists",
+}
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -124,6 +128,9 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return invalid(*NO_JSON)
     location = tuple(first["loc"])
     param = _param(location)
+    if kind == "extra_forbidden":
+        shown = f": '{param}'" if param else ""
+        return invalid("unknown_parameter", f"This parameter is not known here{shown}.", param)
     if param is None:
         return invalid("invalid_request", "The request body must be a JSON object.")
     if kind == "missing":

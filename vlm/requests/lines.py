@@ -123,6 +123,9 @@ def to_chat(line: BatchLine, *, default_max_tokens: int) -> tuple[list[ChatMessa
             raise BadLine("unsupported_parameter", "'n' must be 1 here.", line.custom_id)
         if request.tools or any(m.role == "tool" or m.tool_calls for m in request.messages):
             raise BadLine("unsupported_parameter", "Tools are not accepted here.", line.custom_id)
+        for name in ("chat_template_kwargs", "mm_processor_kwargs", "continue_final_message", "bad_words"):
+            if getattr(request, name):
+                raise BadLine("unsupported_parameter", f"'{name}' is not accepted here.", line.custom_id)
         params = sampling_params(request, replace(ServeConfig(), default_max_tokens=default_max_tokens))
         messages = [
             ChatMessage(message.role, _parts(message.content or "", f"messages[{index}]"))

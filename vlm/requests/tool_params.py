@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm.requests.errors import invalid
-from vlm.requests.schemas import MAX_SCHEMA_CHARS, ChatMessageIn, ChatRequest
+from vlm.requests.sampling_schemas import MAX_SCHEMA_CHARS
+from vlm.requests.schemas import ChatMessageIn, ChatRequest
 from vlm.requests.strict_json import parse
 from vlm.requests.tool_schemas import ToolCallIn
 from vlm.tools.calls import MOST_CALLS, Call, Tool, ToolUse

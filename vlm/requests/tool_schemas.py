@@ -15,6 +15,12 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
+class Strict(BaseModel):
+    """Unknown fields are refused by name: an answer that silently lacks what was asked for misleads."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
 class FunctionIn(Lenient):
     name: ToolName
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS)

@@ -8,16 +8,13 @@ import random
 import time
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from vlm.api.batches.batch_rows import RowResult, error_result, new_request_id
 from vlm.api.chat.completion import completion
 from vlm.api.chat.generate import admit
 from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
-from vlm.requests.errors import INTERNAL, ApiError, from_validation, invalid
-from vlm.requests.schemas import ChatRequest
+from vlm.requests.errors import INTERNAL, ApiError, invalid
+from vlm.requests.params import parsed_chat
 from workers.contract.faults import BUSY
 
 log = logging.getLogger(__name__)
@@ -56,11 +53,7 @@ class ChatRows:
     async def _attempt(self, caller: Caller, body: dict[str, Any], deadline: float) -> RowResult:
         """Raises ApiError."""
         service = self._service
-        loop = asyncio.get_running_loop()
-        try:
-            request = await loop.run_in_executor(service.parsers, ChatRequest.model_validate, body)
-        except ValidationError as error:
-            raise from_validation(RequestValidationError(error.errors())) from None
+        request = await asyncio.get_running_loop().run_in_executor(service.parsers, parsed_chat, body)
         if request.stream:
             raise invalid("unsupported_parameter", "A row of a batch can't be streamed.", "stream")
         generation = await admit(service, caller, request.model_copy(update={"service_tier": "batch"}))

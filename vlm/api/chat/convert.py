@@ -18,7 +18,7 @@ from vlm.api.guard.auth import Caller
 from vlm.api.service import Service
 from vlm.pipeline import ChatMessage, ImageInput, PreparedRequest
 from vlm.prompt import PLAIN, Rendering
-from vlm.requests.errors import from_exception, invalid
+from vlm.requests.errors import from_code, from_exception, invalid
 from vlm.requests.media import decode_base64
 from vlm.requests.schemas import ChatMessageIn
 from vlm.requests.tool_params import answered_call, calls_of
@@ -82,14 +82,13 @@ async def prepare(
     priority: Priority = "interactive",
     rendering: Rendering = PLAIN,
     salt: str = "",
+    max_pixels: int | None = None,
 ) -> PreparedRequest:
     """Header probe, tiling rule, prompt: the exact cost, with nothing decoded. Raises ApiError.
 
-    salt: requests of other salts share no cached work.
+    salt: requests of other salts share no cached work; max_pixels: of each image that is taken whole.
     """
-    namespace = caller.namespace
-    if salt:
-        namespace = f"{namespace}/{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()[:32]}"
+    namespace = _namespace(caller, salt)
     drafts = draft(service, messages)
     payloads = await resolve(service, caller, [part for part in _parts(drafts) if isinstance(part, ImageRef)])
 
@@ -99,7 +98,7 @@ async def prepare(
         for part in _parts(drafts):
             if isinstance(part, ImageRef):
                 data = [_data(payload, part.param) for payload in payloads[part.param]]
-                inputs[part.param] = [ImageInput(page, part.detail) for page in data]
+                inputs[part.param] = [ImageInput(page, part.detail, max_pixels) for page in data]
                 images += [(part.param, image) for image in inputs[part.param]]
         chat = [
             ChatMessage(
@@ -135,6 +134,37 @@ async def prepare(
         return await asyncio.get_running_loop().run_in_executor(service.parsers, build)
     except Exception as error:
         raise from_exception(error) from None
+
+
+async def prepare_text(
+    service: Service,
+    caller: Caller,
+    request_id: str,
+    prompt: str | list[int],
+    params: SamplingParams,
+    priority: Priority,
+    salt: str = "",
+) -> PreparedRequest:
+    """A prompt as it is, without a chat's template. Raises ApiError."""
+
+    def build() -> PreparedRequest:
+        if isinstance(prompt, str):
+            _check_text(service, [DraftMessage("user", (prompt,))], ())
+        return service.pipeline.prepare_text(
+            request_id, prompt, params, priority=priority, namespace=_namespace(caller, salt)
+        )
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(service.parsers, build)
+    except RequestError as error:
+        param = "prompt" if error.param in (None, "messages") else error.param
+        raise from_code(error.code, error.message, param) from None
+
+
+def _namespace(caller: Caller, salt: str) -> str:
+    if not salt:
+        return caller.namespace
+    return f"{caller.namespace}/{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
 def _parts(drafts: Sequence[DraftMessage]) -> Iterator[str | ImageRef]:

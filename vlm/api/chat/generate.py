@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -20,19 +21,22 @@ from llm.request import (
     WantVisual,
 )
 from preprocess.limits import BYTES_PER_PIXEL
-from vlm.api.chat.convert import prepare
+from vlm.api.chat.convert import prepare, prepare_text
 from vlm.api.guard.admission import Ticket
 from vlm.api.guard.auth import Caller
 from vlm.api.observe.logs import note
 from vlm.api.service import Service
 from vlm.pipeline import ImageFailed, PreparedRequest
 from vlm.prompt import Rendering
-from vlm.requests.errors import ApiError, from_code, from_exception
-from vlm.requests.params import check_model, check_supported, priority, sampling_params
-from vlm.requests.schemas import ChatRequest
+from vlm.requests.errors import ApiError, from_code, from_exception, invalid
+from vlm.requests.params import check_model, check_supported, priority, sampling_params, without_words
+from vlm.requests.sampling_schemas import SamplingFields
+from vlm.requests.schemas import ChatRequest, CompletionRequest
 from vlm.requests.tool_params import tool_use
 from vlm.tools.call_grammar import answer_term, grammar
 from vlm.tools.calls import ToolUse
+
+MAX_VARIABLE_CHARS = 10_000  # of a chat template's, as JSON
 
 
 @dataclass(eq=False)
@@ -133,15 +137,12 @@ async def admit(
     service: Service, caller: Caller, body: ChatRequest, headers: Mapping[str, str] | None = None
 ) -> Generation:
     """Everything that can be refused before work begins. Raises ApiError."""
-    check_model(body.model, service.model_name)
-    check_supported(body)
+    params = _params(service, body)
     use = tool_use(body)
-    params = sampling_params(body, service.config)
     if use is not None:
         params = _with_calls(service, params, use)
-    ready = service.pipeline.engine.ready
-    service.admission.check_open(ready)
-    service.quotas.check_tokens(caller.name, service.limits(caller)["tokens"])
+    _check_open(service, caller)
+    media = body.mm_processor_kwargs
     prepared = await prepare(
         service,
         caller,
@@ -151,7 +152,50 @@ async def admit(
         priority(body),
         rendering(body),
         body.cache_salt or "",
+        media.max_pixels if media else None,
     )
+    return _ticketed(service, caller, body, prepared, headers, use)
+
+
+async def admit_text(
+    service: Service,
+    caller: Caller,
+    body: CompletionRequest,
+    prompt: str | list[int],
+    headers: Mapping[str, str] | None = None,
+) -> Generation:
+    """As `admit`, of one prompt of several. Raises ApiError."""
+    params = _params(service, body)
+    _check_open(service, caller)
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    prepared = await prepare_text(
+        service, caller, request_id, prompt, params, priority(body), body.cache_salt or ""
+    )
+    return _ticketed(service, caller, body, prepared, headers)
+
+
+def _params(service: Service, body: ChatRequest | CompletionRequest) -> SamplingParams:
+    check_model(body.model, service.model_name)
+    check_supported(body)
+    params = sampling_params(body, service.config)
+    return (
+        without_words(params, body.bad_words, service.pipeline.spec.tokenizer) if body.bad_words else params
+    )
+
+
+def _check_open(service: Service, caller: Caller) -> None:
+    service.admission.check_open(service.pipeline.engine.ready)
+    service.quotas.check_tokens(caller.name, service.limits(caller)["tokens"])
+
+
+def _ticketed(
+    service: Service,
+    caller: Caller,
+    body: SamplingFields,
+    prepared: PreparedRequest,
+    headers: Mapping[str, str] | None,
+    use: ToolUse | None = None,
+) -> Generation:
     deadline_s = min(body.deadline_s or service.config.request_deadline_s, service.config.request_deadline_s)
     unique = {image.key: image for image in prepared.images}.values()
     decoded_bytes = sum(
@@ -166,7 +210,16 @@ async def admit(
 def rendering(body: ChatRequest) -> Rendering:
     """How the chat is written. Raises ApiError 400."""
     use = tool_use(body)
-    return Rendering(use.tools if use else ())
+    variables = body.chat_template_kwargs or {}
+    if len(json.dumps(variables)) > MAX_VARIABLE_CHARS:
+        name = "chat_template_kwargs"
+        raise invalid("invalid_value", f"'{name}' has more than {MAX_VARIABLE_CHARS} characters.", name)
+    return Rendering(
+        use.tools if use else (),
+        variables,
+        begins_answer=body.add_generation_prompt is not False,
+        continues_last=bool(body.continue_final_message),
+    )
 
 
 def _with_calls(service: Service, params: SamplingParams, use: ToolUse) -> SamplingParams:
