@@ -73,6 +73,8 @@ class EngineOptions(Checked):
     max_pixels: Annotated[int, Between(0, 1 << 28)] = 0  # of an image that isn't tiled; 0: by device
     max_step_ms: Annotated[float, Between(1, 60_000)] = 500.0  # tiles or tokens of a step are fewer beyond
     stall_s: Annotated[float, Between(1, 86_400)] = 60.0  # an engine without a layer's progress is replaced
+    kv_disk: str = ""  # folder where KV blocks and visual tokens of images outlive the process; empty: none
+    kv_disk_mb: Mebibytes = 4096  # on disk, over all processes that share the folder
     prefix_cache: bool = True  # keep KV blocks of prompts for later prompts that begin alike
     speculation: Literal["off", "ngram"] = "off"  # guess tokens from the text so far, and verify them
     speculation_rows: Count = 5  # most sequences x (guesses + 1) in a step; the batch at the machine's ridge

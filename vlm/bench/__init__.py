@@ -15,7 +15,7 @@ BENCHMARKS = {
     "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
 }
 PARTS = {
-    "engine": ("scheduling", "span"),
+    "engine": ("scheduling", "span", "restart"),
     "decode": ("small", "gemma3"),
     "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),
     "serve": ("load", "sweep", "soak"),

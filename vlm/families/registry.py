@@ -5,8 +5,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from llm.decoder_config import ConfigError
-from vlm.families import gemma3, idefics3, internvl, lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
 from vlm.families.base import Family, Json
+from vlm.families.own_size import lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
+from vlm.families.tiled import gemma3, idefics3, internvl
 
 FAMILIES: tuple[Family, ...] = (
     idefics3.FAMILY,
