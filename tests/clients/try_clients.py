@@ -3,7 +3,7 @@
     python -m venv /tmp/clients && /tmp/clients/bin/pip install openai instructor 'pydantic-ai-slim[openai]' \
         langchain-openai langgraph llama-index-llms-openai-like litellm llm
     vlm serve &
-    /tmp/clients/bin/python scripts/try_clients.py http://127.0.0.1:8000
+    /tmp/clients/bin/python tests/clients/try_clients.py http://127.0.0.1:8000
 
 Prints a line for each: what came of it. The exit status is 1 if any failed; those that are not installed are
 passed over.
