@@ -47,7 +47,7 @@ _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _REASONS: dict[str, FinishReason] = {"length": "length"}  # everything else ends an answer like a stop
 
 
-class _Refused(Exception):
+class _NoStream(Exception):
     """The server's answer is no stream. status: HTTP's. code: the server's own word, if it has one."""
 
     def __init__(self, status: int, code: str) -> None:
@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 
 @dataclass(slots=True)
-class _Stream:
+class _AnswerUnderWay:
     """What is known of an answer under way."""
 
     request: Request
@@ -180,7 +180,7 @@ class OpenAIEngine:
                 "unsupported_parameter", "A plain prompt is not available: another server runs this model."
             )
         body = chat_body(self.info["model"], request.chat, request.params, request.namespace)
-        stream = _Stream(request)
+        stream = _AnswerUnderWay(request)
         self._running += 1
         is_over = False
         try:
@@ -194,7 +194,7 @@ class OpenAIEngine:
             if not is_over:
                 self._counts["cancelled"] += 1
 
-    async def _events(self, body: dict[str, Any], stream: _Stream) -> AsyncGenerator[Event, None]:
+    async def _events(self, body: dict[str, Any], stream: _AnswerUnderWay) -> AsyncGenerator[Event, None]:
         """Raises EngineUnavailable where nothing has been said yet; later an end is a `Failed`."""
         has_begun = False
         try:
@@ -208,7 +208,7 @@ class OpenAIEngine:
             for event in stream.last_events():
                 yield event
             self._counts["finished"] += 1
-        except _Refused as refused:
+        except _NoStream as refused:
             yield self._blamed(refused, stream.request)
         except (httpx.HTTPError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
             log.warning("the other server's answer ended: %s", error or type(error).__name__)
@@ -231,7 +231,7 @@ class OpenAIEngine:
                         raise EOFError(f"an error in its stream: {_code(chunk['error'])}")
                     yield chunk
 
-    def _blamed(self, refused: _Refused, request: Request) -> Failed:
+    def _blamed(self, refused: _NoStream, request: Request) -> Failed:
         """Raises EngineUnavailable for what may pass."""
         log.warning("the other server refused a request: %s", refused)
         if refused.status in (429, 502, 503, 504):
@@ -263,12 +263,12 @@ def _names(answer: httpx.Response) -> list[str]:
     return []
 
 
-async def _refusal(answer: httpx.Response) -> _Refused:
+async def _refusal(answer: httpx.Response) -> _NoStream:
     """The server's text is not repeated: it may say what is nobody's business."""
     code = ""
     with contextlib.suppress(ValueError, AttributeError, httpx.HTTPError):
         code = _code(json.loads(await answer.aread()).get("error"))
-    return _Refused(answer.status_code, code)
+    return _NoStream(answer.status_code, code)
 
 
 def _code(error: object) -> str:
