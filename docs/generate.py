@@ -96,16 +96,22 @@ def metrics_page() -> str:
     return "".join(lines)
 
 
-def families_table() -> str:
-    from vlm.cli.models import family_rows
+_ENGINES = {"transformers": "`--engine transformers`", "vllm": "vLLM's own server"}
 
-    lines = ["| family | `model_type` | checkpoints, with their sizes and licences |\n|---|---|---|\n"]
+
+def families_table() -> str:
+    from vlm.cli.models import ANY_OTHER, family_rows
+
+    lines = [
+        "| family | `model_type` | engine | checkpoints, with their sizes and licences |\n|---|---|---|---|\n"
+    ]
     for row in family_rows():
         sizes = "; ".join(f"{size['repo']} ({size['params']}, {size['licence']})" for size in row["sizes"])
         types = ", ".join(row["model_types"])
-        if row["engine"] == "transformers":
-            types, sizes = "those that `vlm families --json` lists", "run by transformers, in safetensors"
-        lines.append(f"| {row['title']} | {types} | {sizes} |\n")
+        if row["title"] == ANY_OTHER:
+            types, sizes = "those that `vlm families --json` lists", "in safetensors"
+        engine = _ENGINES.get(row["engine"], row["engine"])
+        lines.append(f"| {row['title']} | {types} | {engine} | {sizes} |\n")
     return "".join(lines)
 
 

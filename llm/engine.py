@@ -20,6 +20,7 @@ from llm.sampling.beam import BeamSearch
 from llm.sampling.sampler import SamplerState, check_params
 from llm.scheduling.blocks import BlockPool
 from llm.scheduling.picks import StepPicks
+from llm.scheduling.saved_prefixes import BlockStore, ReadRule, SavedPrefixes
 from llm.scheduling.scheduler import Scheduler
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.visual_wants import VisualWants
@@ -50,8 +51,11 @@ class Engine:
         eos_ids: frozenset[int],
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        store: BlockStore | None = None,
+        read_rule: ReadRule = lambda num_tokens, num_blocks: True,
     ) -> None:
-        """Without `grammars` constrained requests are refused."""
+        """Without `grammars` constrained requests are refused. store: of KV blocks beyond the pool, read
+        where `read_rule` says so."""
         self._backend = backend
         self._config = config
         self._tokens = tokens
@@ -60,8 +64,17 @@ class Engine:
         self._pool = BlockPool(backend.num_blocks, backend.block_size)
         self._wants = VisualWants(visuals)
         self._scheduler = Scheduler(
-            config, self._pool, self._wants, backend.swap_out, backend.swap_in, backend.whole_spans
+            config,
+            self._pool,
+            self._wants,
+            backend.swap_out,
+            backend.swap_in,
+            backend.whole_spans,
+            open_saved=None
+            if store is None
+            else lambda prefixes: SavedPrefixes(store, self._pool, prefixes, backend, read_rule),
         )
+        self._saved = self._scheduler.saved
         self._counters = EngineCounters()
         self._groups: dict[str, Group] = {}
         self._committer = Committer(
@@ -115,9 +128,18 @@ class Engine:
                 self._committer.commit(batch, logits, now, events)
                 self._count_step(batch, now - started)
         self._may_progress = bool(batch.picks or events)
-        if not self._may_progress and self._compiling:
-            wait([g.grammar for g in self._compiling if g.grammar], _NAP_S, return_when=FIRST_COMPLETED)
+        if self._saved is not None:
+            self._saved.save_some()
+        if not self._may_progress:
+            self._nap()
         return events
+
+    def _nap(self) -> None:
+        """Until a constraint is compiled or blocks are read, where all requests wait for such."""
+        if self._compiling:
+            wait([g.grammar for g in self._compiling if g.grammar], _NAP_S, return_when=FIRST_COMPLETED)
+        elif self._saved is not None and self._saved.is_waiting:
+            self._saved.wait(_NAP_S)
 
     @property
     def is_idle(self) -> bool:
@@ -127,8 +149,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` can get on now; False while every request waits for visual tokens."""
+        saved = self._saved
+        if saved is not None and saved.has_pending:
+            return True
         return bool(self._groups) and (
-            self._may_progress or bool(self._compiling) or self._wants.any_arrived()
+            self._may_progress
+            or bool(self._compiling)
+            or self._wants.any_arrived()
+            or (saved is not None and saved.is_waiting)
         )
 
     @property
@@ -157,6 +185,9 @@ class Engine:
             preempted_swap=scheduled.preempted_swap,
             drafted_tokens=0 if speculation is None else speculation.num_drafted,
             accepted_tokens=0 if speculation is None else speculation.num_accepted,
+            kv_saved_read=0 if self._saved is None else self._saved.counters.read,
+            kv_saved_written=0 if self._saved is None else self._saved.counters.written,
+            kv_saved_dropped=0 if self._saved is None else self._saved.counters.dropped,
             **asdict(self._counters),
         )
 

@@ -36,6 +36,9 @@ class EngineStats:
     prefix_hit_tokens: int
     preempted_recompute: int
     preempted_swap: int
+    kv_saved_read: int  # blocks from beyond the pool
+    kv_saved_written: int
+    kv_saved_dropped: int  # for which the store had no room
     steps: int
     failed_steps: int
     slots_offered: int

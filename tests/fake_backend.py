@@ -31,6 +31,7 @@ from llm.request import (
     VisualKey,
     WantVisual,
 )
+from llm.scheduling.saved_prefixes import BlockStore, ReadRule
 
 U64 = np.uint64
 MASK = 0xFFFFFFFFFFFFFFFF
@@ -103,6 +104,16 @@ class FakeBackend:
     def swap_in(self, handle: Any, blocks: tuple[int, ...]) -> None:
         self.num_swapped_in += len(blocks)
         for content, block in zip(handle, blocks, strict=True):
+            self._kv[:, block * self.block_size : (block + 1) * self.block_size] = content
+
+    kv_layout = "fake"
+
+    def save_blocks(self, blocks: tuple[int, ...]) -> list[bytes]:
+        return [self._kv[:, b * self.block_size : (b + 1) * self.block_size].tobytes() for b in blocks]
+
+    def load_blocks(self, saved: list[bytes], blocks: tuple[int, ...]) -> None:
+        for data, block in zip(saved, blocks, strict=True):
+            content = np.frombuffer(data, U64).reshape(2, self.block_size)
             self._kv[:, block * self.block_size : (block + 1) * self.block_size] = content
 
     def _run(self, item: StepItem) -> list[np.ndarray]:
@@ -274,6 +285,8 @@ class Harness:
         grammars: Grammars | None = None,
         checks: bool = True,
         whole_spans: bool = False,
+        store: BlockStore | None = None,
+        read_rule: ReadRule = lambda num_tokens, num_blocks: True,
         **settings: Any,
     ) -> None:
         settings.setdefault("step_stretch", None)
@@ -291,7 +304,9 @@ class Harness:
         self.failed: dict[str, Failed] = {}
         config = EngineConfig(**settings)
         clock = clock or FakeClock(0.001)
-        self.engine = Engine(self.backend, self.visuals, config, self.tokens, eos, clock, grammars)
+        self.engine = Engine(
+            self.backend, self.visuals, config, self.tokens, eos, clock, grammars, store, read_rule
+        )
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request)

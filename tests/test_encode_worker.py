@@ -21,8 +21,9 @@ from workers.cluster.blobs import MemoryBlobStore
 from workers.cluster.ledger import WorkLedger
 from workers.cluster.names import ROWS_HEADER, EncodeJob, task_headers
 from workers.cluster.redis_client import connect
-from workers.cluster.visual_store import VisualFormat, VisualStore
+from workers.cluster.visual_store import VisualStore
 from workers.cluster.worker.encode_worker import EncodeFailed, EncodeService, Unwanted, run_encode_job
+from workers.contract.visual_format import VisualFormat
 
 FORM = VisualFormat("revision", "float32", 4)
 KEY = "a" * 64

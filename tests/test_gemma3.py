@@ -21,7 +21,7 @@ from llm.request import RequestError, VisualKey
 from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import SquashTiling
 from vlm.checkpoint import Checkpoint
-from vlm.families import gemma3
+from vlm.families.tiled import gemma3
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec
 

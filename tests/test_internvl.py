@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from encoder.encoder_config import EncoderConfigError
 from llm.decoder_config import ConfigError
 from llm.request import VisualKey
-from vlm.families import internvl
+from vlm.families.tiled import internvl
 from vlm.loading import load_encoder, load_weights
 from vlm.prompt import ImagePart, Message
 from vlm.spec import ModelSpec

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm.decoder_config import ConfigError, DecoderConfig
-from vlm.families import idefics3
+from vlm.families.tiled import idefics3
 
 LINEAR = {"rope_type": "linear"}
 LLAMA = SMALL | {"model_type": "llama"}

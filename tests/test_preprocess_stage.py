@@ -17,7 +17,7 @@ from preprocess.probe import probe
 from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling
 from preprocess.types import ImageError
-from vlm.families import idefics3
+from vlm.families.tiled import idefics3
 
 SPEC = PreprocessSpec(Idefics3Tiling(tile_size=32, longest_edge=96))
 

@@ -14,8 +14,8 @@ from encoder.encoder_config import EncoderConfigError
 from llm.decoder_config import ConfigError
 from preprocess.tiling import AspectGridTiling, Idefics3Tiling, tiling_from_json
 from preprocess.types import TileGrid, TilingRule
-from vlm.families import idefics3
 from vlm.families.base import image_processor
+from vlm.families.tiled import idefics3
 
 SIDES = st.integers(1, 6_000)
 RULES: list[TilingRule] = [

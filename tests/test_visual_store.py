@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
-from workers.cluster.visual_store import VisualFormat, VisualStore, pack, unpack
+from workers.cluster.visual_store import VisualStore
+from workers.contract.visual_format import VisualFormat, pack, unpack
 
 FORM = VisualFormat("revision-1", "float32", 8)
 KEY = "a" * 64

@@ -6,13 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from llm.cost import Machine, make_swap_rule, stored_precision
-from llm.engine_config import EngineConfig, SwapRule
+from llm.engine_config import EngineConfig
 from llm.storage import storage_of
 from preprocess.limits import ImageLimits
 from preprocess.process_memory import keep_what_is_loaded
@@ -24,13 +21,14 @@ from vlm.foreign.engine_choice import notice, takes_transformers
 from vlm.foreign.foreign_spec import ForeignSpec
 from vlm.model_source import OPEN_CLIP_POOLING_SIDE, OPEN_CLIP_SEED, ModelSource, naming, pinned
 from vlm.pipeline import Pipeline
-from vlm.plan.machine.rates import copy_bandwidth, gemm_rate
+from vlm.plan.machine.engine_rules import read_rule, swap_rule
 from vlm.spec import BLOCK_SIZE, ModelSpec
 from workers.children.child import module_command
 from workers.children.grammar_process import GrammarProcess
-from workers.cluster.visual_store import VisualFormat
 from workers.contract.engine_client import EngineClient
 from workers.contract.stages import PreprocessStage
+from workers.contract.visual_format import VisualFormat
+from workers.local.disk_cache import DiskCache, weights_digest
 from workers.local.engine_process import EngineProcess, Runner
 from workers.local.engine_runner import EngineRunner
 from workers.local.engine_thread import LocalEngine
@@ -128,25 +126,20 @@ def visual_format(options: EngineOptions) -> VisualFormat:
     return VisualFormat(spec.revision, options.dtype, spec.decoder.row_width)
 
 
-def _swap_rule(options: EngineOptions) -> SwapRule:
-    """`llm.cost`'s rule on this machine's own rates, which are measured when it is first asked."""
-
-    @lru_cache(maxsize=1)
-    def rule() -> SwapRule:
-        copied = copy_bandwidth(rounds=2)
-        machine = Machine(
-            name="this machine",
-            peak_flops=gemm_rate(options.device, rounds=1),
-            bandwidth=copied,
-            memory_bytes=psutil.virtual_memory().total,
-            host_bandwidth=copied,
-        )
-        shape = Checkpoint.read(ModelSource.parse(options.model).directory).shape
-        weights = options.dtype if options.weights == "auto" else options.weights
-        stored = stored_precision(shape, weights, options.kv_storage)
-        return make_swap_rule(shape, machine, stored, BLOCK_SIZE)
-
-    return lambda num_tokens, num_blocks: rule()(num_tokens, num_blocks)
+def _open_disk(
+    options: EngineOptions, source: ModelSource, backend: Backend, encoder: Encoder
+) -> DiskCache | None:
+    """Raises ValueError where the folder can't be used."""
+    if not options.kv_disk:
+        return None
+    weights = options.dtype if options.weights == "auto" else options.weights
+    model = f"{weights_digest(source.directory)} {options.dtype} {weights}"
+    form = VisualFormat(encoder.revision, options.dtype, encoder.row_width)
+    try:
+        folder, cap_bytes = Path(options.kv_disk).expanduser(), options.kv_disk_mb * MEBIBYTE
+        return DiskCache(folder, cap_bytes, f"{model} {BLOCK_SIZE} {backend.kv_layout}", form)
+    except OSError as error:
+        raise ValueError(f"kv_disk: {options.kv_disk} can't be used: {error.strerror}") from None
 
 
 def _scheduling(options: EngineOptions) -> EngineConfig:
@@ -154,7 +147,7 @@ def _scheduling(options: EngineOptions) -> EngineConfig:
         max_running=options.max_running,
         max_step_ms=options.max_step_ms,
         prefix_cache=options.prefix_cache,
-        swap_rule=_swap_rule(options),
+        swap_rule=swap_rule(options),
         speculation=options.speculation,
         speculation_rule=lambda batch, num_draft: batch * (num_draft + 1) <= options.speculation_rows,
     )
@@ -221,8 +214,20 @@ def build_runner(
             others={skip: tokenizer.vocabulary(skip_special=skip) for skip in tokenizer.other_ways},
         )
 
+    disk = _open_disk(options, source, backend, encoder)
+    progress.tick()
+
     def make_engine(visuals: VisualSource) -> Engine:
-        return Engine(backend, visuals, config, tokenizer, tokenizer.eos_ids, grammars=grammars)
+        return Engine(
+            backend,
+            visuals,
+            config,
+            tokenizer,
+            tokenizer.eos_ids,
+            grammars=grammars,
+            store=disk,
+            read_rule=read_rule(options, backend),
+        )
 
     about = {
         "model": source.name,
@@ -238,7 +243,9 @@ def build_runner(
         "max_running": config.max_running,
     }
     keep_what_is_loaded()
-    return EngineRunner(batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward)
+    return EngineRunner(
+        batcher, make_engine, about=about, busy_max_tiles=encoder.tiles_per_forward, disk=disk
+    )
 
 
 def build_any_runner(options: EngineOptions, progress: Progress) -> Runner:
@@ -276,6 +283,10 @@ def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
+    if options.engine == "openai":
+        from vlm.upstream.compose import upstream_pipeline
+
+        return upstream_pipeline(options)
     options = pinned(options)
     foreign = _foreign_spec(options)
     if foreign is not None:
@@ -346,6 +357,12 @@ def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeli
 
     Raises ValueError for options that can't be had here, before a process is started for them.
     """
+    if options.engine == "openai":
+        if config.remote_engine:
+            raise SettingsError("engine openai asks its own server; remote_engine must be false")
+        from vlm.upstream.compose import upstream_pipeline
+
+        return upstream_pipeline(options, image_limits(config), config.image_deadline_s)
     check_storage(options)
     if config.broker or config.store:
         from workers.cluster.redis_client import check_access

@@ -108,3 +108,16 @@ class Backend(Protocol):
     def swap_in(self, handle: Any, blocks: tuple[int, ...]) -> None:
         """Restores a handle's content into these blocks (as many as were swapped out)."""
         ...
+
+    @property
+    def kv_layout(self) -> str:
+        """Names how `save_blocks` writes: backends of one layout and model read each other's."""
+        ...
+
+    def save_blocks(self, blocks: tuple[int, ...]) -> list[bytes]:
+        """The content of each block."""
+        ...
+
+    def load_blocks(self, saved: list[bytes], blocks: tuple[int, ...]) -> None:
+        """Restores what `save_blocks` gave. Raises ValueError for bytes of another length."""
+        ...

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from llm.decoder_config import DecoderConfig
 
+_BLOCK_AXIS = 3  # of a pool's tensors
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
@@ -103,8 +105,36 @@ class KvPool:
             assert kept is not None
             part[:, :, :, list(blocks)] = kept.to(part.device)
 
+    @property
+    def layout(self) -> str:
+        shape = [size for axis, size in enumerate(self.data.shape) if axis != _BLOCK_AXIS]
+        return f"torch {self.data.dtype} {shape}"
+
+    def save(self, blocks: tuple[int, ...]) -> list[bytes]:
+        """The bytes of each block: elements, then scales."""
+        parts = [part[:, :, :, list(blocks)].to("cpu", copy=True) for part in self._parts()]
+        return [
+            b"".join(_bytes(part.select(_BLOCK_AXIS, index).contiguous()) for part in parts)
+            for index in range(len(blocks))
+        ]
+
+    def load(self, saved: list[bytes], blocks: tuple[int, ...]) -> None:
+        """What `save` gave. Raises ValueError for bytes of another length."""
+        targets = [[part.select(_BLOCK_AXIS, block) for part in self._parts()] for block in blocks]
+        size = sum(target.nbytes for target in targets[0]) if targets else 0
+        if any(len(data) != size for data in saved) or len(saved) != len(blocks):
+            raise ValueError("saved blocks are of another size")
+        for data, parts in zip(saved, targets, strict=True):
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for target, part in zip(parts, values.split([target.nbytes for target in parts]), strict=True):
+                target.copy_(part.view(target.dtype).view(target.shape))
+
     def _parts(self) -> list[Tensor]:
         return [self.data] if self.scales is None else [self.data, self.scales]
+
+
+def _bytes(part: Tensor) -> bytes:
+    return bytes(part.view(-1).view(torch.uint8).numpy())
 
 
 def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:

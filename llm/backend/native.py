@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llm.backend.base import StepPlan
 from llm.backend.decoder import DecoderWeights, rope_table
-from llm.backend.native_build import load_library
+from llm.backend.native_build import levels, load_library
 from llm.backend.native_layout import (
     KINDS,
     LayerStruct,
@@ -83,6 +83,7 @@ class NativeBackend:
         self._model = self._describe(weights, kv_storage)
         self._embedding = _embedding_table(weights.embedding, weight_storage)
         self._pool = self._make_pool(kv_storage)
+        self._kv_storage = kv_storage
         self._model.pool = self._pool.ctypes.data
         self._work = aligned(0, np.float32)
         self._ticks = np.zeros(1, np.int64)
@@ -231,6 +232,20 @@ class NativeBackend:
         if handle.data.shape[1] != len(blocks):
             raise ValueError("a swapped-out handle must go back into as many blocks as it came from")
         self._pool[:, list(blocks)] = handle.data
+
+    @property
+    def kv_layout(self) -> str:
+        return f"native {levels()[0]} {self._kv_storage} {self._pool.shape[0]}x{self._pool.shape[2:]}"
+
+    def save_blocks(self, blocks: tuple[int, ...]) -> list[bytes]:
+        return [self._pool[:, block].tobytes() for block in blocks]
+
+    def load_blocks(self, saved: list[bytes], blocks: tuple[int, ...]) -> None:
+        """Raises ValueError for bytes of another length."""
+        shape = (self._pool.shape[0], *self._pool.shape[2:])
+        contents = [np.frombuffer(data, self._pool.dtype).reshape(shape) for data in saved]
+        for content, block in zip(contents, blocks, strict=True):
+            self._pool[:, block] = content
 
 
 def _rotations(config: DecoderConfig, num_positions: int) -> np.ndarray:

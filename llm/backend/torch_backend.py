@@ -104,3 +104,14 @@ class TorchBackend:
     def swap_in(self, handle: TensorSwap, blocks: tuple[int, ...]) -> None:
         """Raises ValueError when the handle holds another number of blocks."""
         self.pool.swap_in(handle, blocks)
+
+    @property
+    def kv_layout(self) -> str:
+        return self.pool.layout
+
+    def save_blocks(self, blocks: tuple[int, ...]) -> list[bytes]:
+        return self.pool.save(blocks)
+
+    def load_blocks(self, saved: list[bytes], blocks: tuple[int, ...]) -> None:
+        """Raises ValueError for bytes of another length."""
+        self.pool.load(saved, blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import sha256
 from typing import Protocol
@@ -68,6 +69,9 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._claims: dict[BlockKey, Group] = {}
+        self.on_publish: Callable[[Group, int, BlockContent], None] | None = (
+            None  # (.., block of the prompt, ..)
+        )
 
     def match(self, group: Group, seq: Sequence, limit: int) -> list[int]:
         """Published blocks holding `seq`'s first tokens, at most `limit`. Holds and evicts nothing."""
@@ -93,6 +97,8 @@ class PrefixCache:
         for index in range(seq.num_published, num_full):
             content = seq.contents[index]
             self._pool.publish(seq.table[index], content)
+            if self.on_publish is not None:
+                self.on_publish(group, index, content)
             if self._claims.get(content.key) is group:
                 del self._claims[content.key]
         seq.num_published = num_full

@@ -13,6 +13,7 @@ from llm.scheduling.picks import Picker, StepPicks
 from llm.scheduling.preempt import Preemption
 from llm.scheduling.prefix import NoPrefixCache, PrefixCache, Prefixes
 from llm.scheduling.queues import Queues, SchedulerCounters, order_of
+from llm.scheduling.saved_prefixes import SavedPrefixes
 from llm.scheduling.sequence import Group, Sequence
 from llm.scheduling.sequence_admission import SequenceAdmission
 from llm.scheduling.speculate import Speculation
@@ -39,11 +40,15 @@ class Scheduler:
         swap_out: Callable[[tuple[int, ...]], Any],
         swap_in: Callable[[Any, tuple[int, ...]], None],
         whole_spans: bool = False,
+        open_saved: Callable[[PrefixCache], SavedPrefixes] | None = None,
     ) -> None:
+        """open_saved: prefixes beyond the pool, beside its cache."""
         self._config = config
         self._pool = pool
         self._wants = wants
-        self.prefixes: Prefixes = PrefixCache(pool) if config.prefix_cache else NoPrefixCache()
+        cache = PrefixCache(pool) if config.prefix_cache else None
+        self.prefixes: Prefixes = cache or NoPrefixCache()
+        self.saved = open_saved(cache) if open_saved is not None and cache is not None else None
         self.counters = SchedulerCounters()
         self.queues = Queues()
         self.budget = StepBudget(
@@ -61,7 +66,7 @@ class Scheduler:
         )
         self._picker = Picker(config, wants, self.budget, whole_spans)
         self._admission = SequenceAdmission(
-            config, pool, self.prefixes, wants, self.queues, self.counters, self.preemption
+            config, pool, self.prefixes, wants, self.queues, self.counters, self.preemption, self.saved
         )
 
     def add(self, group: Group) -> None:
@@ -74,6 +79,8 @@ class Scheduler:
             self._pool.release(seq.forget_blocks())
         group.swapped = None
         self.prefixes.disclaim(group)
+        if self.saved is not None:
+            self.saved.forget(group)
         self._wants.release_all(group, now)
 
     def blocks_bound(self, num_prompt: int, max_tokens: int, width: int) -> int:

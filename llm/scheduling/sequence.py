@@ -142,6 +142,7 @@ class Group:
         "priority",
         "request",
         "rows_of",
+        "saved_from",
         "spans",
         "spans_end",
         "submitted_s",
@@ -172,6 +173,9 @@ class Group:
         self.considered = False
         self.blocked_on: BlockKey | None = None  # another group computes this block
         self.grammar: Future[Compiled] | None = None  # its constraint, until compiled
+        self.saved_from: BlockKey | None = (
+            None  # first block that was looked for beyond the pool; None: not yet
+        )
         self.missing_visual: VisualKey | None = None
         self.next_key: BlockKey | None = None  # first block not found in the prefix cache
         self.claims: list[BlockKey] = []

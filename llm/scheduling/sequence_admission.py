@@ -7,6 +7,7 @@ from llm.scheduling.blocks import BlockPool
 from llm.scheduling.preempt import Preemption
 from llm.scheduling.prefix import Prefixes
 from llm.scheduling.queues import Queues, SchedulerCounters
+from llm.scheduling.saved_prefixes import SavedPrefixes
 from llm.scheduling.sequence import Group
 from llm.scheduling.visual_wants import VisualFailure, VisualWants
 
@@ -24,6 +25,7 @@ class SequenceAdmission:
         queues: Queues,
         counters: SchedulerCounters,
         preemption: Preemption,
+        saved: SavedPrefixes | None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -32,6 +34,7 @@ class SequenceAdmission:
         self._queues = queues
         self._counters = counters
         self._preemption = preemption
+        self._saved = saved
 
     def admit(self, now: float) -> list[tuple[Group, str, str]]:
         """Starts what can start; returns (group, code, message) of those whose images failed."""
@@ -56,6 +59,8 @@ class SequenceAdmission:
                     if num_wanting < self._config.visual_lookahead:
                         self._look_ahead(group, now)
                     num_wanting += bool(group.held)
+                    continue
+                if self._saved is not None and self._saved.is_reading(group, self._match_limit(group)):
                     continue
                 hits = self._find_hits(group)
                 if hits is None:

@@ -16,7 +16,7 @@ BENCHMARKS = {
 }
 PARTS = {
     "accuracy": ("domain", "plausible", "hand"),
-    "engine": ("scheduling", "span"),
+    "engine": ("scheduling", "span", "restart"),
     "decode": ("small", "gemma3"),
     "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),
     "serve": ("load", "sweep", "soak"),

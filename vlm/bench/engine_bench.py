@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from llm.engine_config import EngineConfig
@@ -13,10 +15,19 @@ from llm.request import Prompt, Request, SamplingParams
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
 from vlm.bench.decoding.span_stalls import span_stalls
-from vlm.bench.harness.engine_load import Driver, ImageRequest, document, image_request, scheduled_requests
+from vlm.bench.harness.engine_load import (
+    Driver,
+    ImageRequest,
+    document,
+    image_request,
+    scheduled_requests,
+    tiled_photo,
+)
+from vlm.bench.harness.restart import restart
 from vlm.bench.harness.results import in_turn, report, result, spread
 from vlm.build import build_runner
 from vlm.config import EngineOptions
+from vlm.plan.machine.synthetic import SMOLVLM_256M, write_checkpoint
 from vlm.prompt import Message
 from vlm.spec import ModelSpec
 
@@ -235,4 +246,13 @@ def run(quick: bool = False, parts: Sequence[str] = ("scheduling",)) -> dict[str
         }
     if "span" in parts:
         phases["an image span beside decodes"] = lambda: span_stalls(1 if quick else 5)
+    if "restart" in parts:
+        phases["a question after a kill"] = lambda: _restart(1 if quick else 3)
     return report("engine", in_turn("engine", phases))
+
+
+def _restart(num_images: int) -> dict[str, Any]:
+    """On a SmolVLM-256M-shaped checkpoint: its images are worth keeping."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_checkpoint(Path(folder) / "smolvlm-256m", SMOLVLM_256M)
+        return restart(directory, [tiled_photo(number) for number in range(num_images)])

@@ -22,8 +22,8 @@ from vlm.arithmetic import fast_arithmetic
 from vlm.bench.harness.results import result, spread, timed
 from vlm.config import CPU_PIXELS
 from vlm.families.base import Family
-from vlm.families.paddleocr_vl import FAMILY as PADDLEOCR_VL
-from vlm.families.qwen_vl import QWEN2_5_VL
+from vlm.families.own_size.paddleocr_vl import FAMILY as PADDLEOCR_VL
+from vlm.families.own_size.qwen_vl import QWEN2_5_VL
 
 LAYERS = 4  # of 32 and 27: one of Qwen's four sees the whole image, as in the whole tower one of eight
 PAGE = (4000, 3000)  # pixels

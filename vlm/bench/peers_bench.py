@@ -5,18 +5,14 @@ A 1024x768 image (13 tiles), random weights, one thread; CPU seconds of this pro
 
 from __future__ import annotations
 
-import io
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from llm.request import SamplingParams
 from vlm.arithmetic import settled
-from vlm.bench.harness.engine_load import Driver, image_request
+from vlm.bench.harness.engine_load import Driver, image_request, tiled_photo
 from vlm.bench.harness.results import report, result, say
 from vlm.build import build_runner
 from vlm.config import EngineOptions
@@ -26,24 +22,17 @@ from vlm.spec import ModelSpec
 STREAMS = 8
 
 
-def _photo(seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (768, 1024, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 class Interview:
     """Questions about one image, each timed in CPU seconds."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._image = _photo()
+        self._image = tiled_photo()
         self._asked = 0
 
     def ask_anew(self, question: str) -> float:
         """`ask` for one token about an image that is new."""
-        self._image = _photo(self._asked + 1)
+        self._image = tiled_photo(self._asked + 1)
         return self.ask([question], 1)
 
     def ask(self, questions: list[str], tokens: int) -> float:

@@ -12,11 +12,15 @@ from typing import Any
 from llm.text_config import ConfigError, read_json_object
 from vlm.cli.errors import CommandError
 from vlm.config import DEFAULT_MODEL
+from vlm.families.base import Family
+from vlm.families.elsewhere import ELSEWHERE, ELSEWHERE_BY_TYPE, Elsewhere
 from vlm.families.registry import BY_MODEL_TYPE, FAMILIES, find_family, unsupported
 from vlm.foreign.engine_choice import only_in_transformers, transformers_types
 from vlm.hub import Hub, cached_repo, missing_files, parse_hub_id
 
 TRANSFORMERS = "transformers"  # runs what no family claims
+EACH_ITS_OWN = "each model's own"  # licence
+ANY_OTHER = "any other"  # title of what it runs without being named
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def families(*, as_json: bool) -> None:
         print(json.dumps({"families": rows}))
         return
     for row in rows:
-        if row["engine"] == TRANSFORMERS:
+        if row["title"] == ANY_OTHER:
             print(f"{row['title']}: {len(row['model_types'])} model types; engine: {row['engine']}")
             continue
         print(f"{row['title']}: {', '.join(row['model_types'])}; engine: {row['engine']}")
@@ -74,24 +78,26 @@ def families(*, as_json: bool) -> None:
 
 
 def family_rows() -> list[dict[str, Any]]:
-    """What is native, and last what else transformers runs."""
+    """What is native, what is known to run elsewhere, and last what else transformers runs."""
+    known: list[tuple[Family | Elsewhere, str]] = [(family, "native") for family in FAMILIES]
+    known += [(model, model.engine) for model in ELSEWHERE]
     rows: list[dict[str, Any]] = [
         {
-            "model_types": list(family.model_types),
-            "title": family.title,
-            "engine": "native",
-            "licence": ", ".join(dict.fromkeys(size.licence for size in family.sizes)),
-            "sizes": [asdict(size) for size in family.sizes],
+            "model_types": list(model.model_types),
+            "title": model.title,
+            "engine": engine,
+            "licence": ", ".join(dict.fromkeys(size.licence for size in model.sizes)) or EACH_ITS_OWN,
+            "sizes": [asdict(size) for size in model.sizes],
         }
-        for family in FAMILIES
+        for model, engine in known
     ]
-    if others := sorted(transformers_types() - BY_MODEL_TYPE.keys()):
+    if others := sorted(transformers_types() - BY_MODEL_TYPE.keys() - ELSEWHERE_BY_TYPE.keys()):
         rows.append(
             {
                 "model_types": others,
-                "title": "any other",
+                "title": ANY_OTHER,
                 "engine": TRANSFORMERS,
-                "licence": "each model's own",
+                "licence": EACH_ITS_OWN,
                 "sizes": [],
             }
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llm.storage import KvOption, WeightOption
-from vlm.config import DEFAULT_MODEL, EngineOptions
+from vlm.config import DEFAULT_MODEL, EngineName, EngineOptions
 from vlm.settings import bounds
 
 ENGINE = EngineOptions()
@@ -65,9 +65,32 @@ MaxPixels = Annotated[
     ),
 ]
 EngineChoice = Annotated[
-    Literal["auto", "native", "transformers"],
-    typer.Option(help="What runs the model. auto: transformers where no family claims it."),
+    EngineName,
+    typer.Option(
+        help="What runs the model. auto: transformers where no family claims it. openai: the server at "
+        "--engine-url; of --model only configuration and tokenizer are read."
+    ),
 ]
+EngineUrlOption = Annotated[
+    str,
+    typer.Option(
+        "--engine-url",
+        help="http(s)://...: a server with OpenAI's chat completions, for --engine openai. Its key is read "
+        "from the variable VLM_ENGINE_KEY.",
+    ),
+]
+EngineModel = Annotated[
+    str, typer.Option("--engine-model", help="The model's name there. Default: the first that it lists.")
+]
+KvDisk = Annotated[
+    str,
+    typer.Option(
+        "--kv-disk",
+        metavar="DIR",
+        help="Keep KV blocks and visual tokens of images in files, across restarts.",
+    ),
+]
+KvDiskMb = Annotated[int, setting(EngineOptions, "kv_disk_mb", "Most of them, in MiB.")]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 

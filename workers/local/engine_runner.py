@@ -15,6 +15,7 @@ from llm.visuals import VisualSource
 from preprocess.types import Tiles
 from workers.contract.streams import is_last
 from workers.local.delta_pieces import Pieces
+from workers.local.disk_cache import DiskCache
 
 
 class CachedVisuals:
@@ -58,12 +59,14 @@ class EngineRunner:
         *,
         about: dict[str, Any] | None = None,
         busy_max_tiles: int = 1,
+        disk: DiskCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batcher = batcher
         self._visuals = CachedVisuals(batcher)
         self.engine = make_engine(self._visuals)
         self._about = about or {}
+        self._disk = disk  # where visual tokens outlive this process
         self._busy_max_tiles = min(busy_max_tiles, batcher.max_tiles)
         self._priorities: dict[str, Priority] = {}  # of live requests
         # the latest turn: the engine's step, or whose tiles
@@ -129,7 +132,7 @@ class EngineRunner:
         if self._are_tiles_next():
             self._latest = self._batcher.next_class
             busy = self.engine.has_interactive_running
-            self._batcher.step(self._busy_max_tiles if busy else None)
+            self._keep(self._batcher.step(self._busy_max_tiles if busy else None).finished)
             taken_s, longest_s = self._clock() - started, self._batcher.max_step_s
             self._owed_s = taken_s if longest_s is not None and taken_s > longest_s else 0.0
             return []
@@ -156,14 +159,30 @@ class EngineRunner:
         self._was_out_of_turn = passes and not was_out_of_turn
         return in_turn != self._was_out_of_turn
 
+    def _keep(self, keys: tuple[str, ...]) -> None:
+        for key in keys if self._disk is not None else ():
+            rows = self._batcher.cache.get(key)
+            if rows is not None and self._disk is not None:
+                self._disk.keep_visual(VisualKey(key), rows)
+
+    def _find_kept(self, key: VisualKey) -> bool:
+        """Whether the disk had an image's visual tokens: they are in the cache now."""
+        rows = None if self._disk is None else self._disk.visual(key)
+        if rows is None:
+            return False
+        self.put_visual(key, rows)
+        return True
+
     def _note(self, event: Event) -> bool:
-        """Keeps the books; False for a wish whose tiles have already come for another request."""
+        """Keeps the books; False for a wish that is granted, or whose tiles have come for another request."""
         match event:
             case WantVisual(request_id=request_id, key=key):
                 priority = self._priorities.get(request_id, "interactive")
                 if self._batcher.waiting(key):
                     if priority == "interactive":
                         self._batcher.promote(key)
+                    return False
+                if self._find_kept(key):
                     return False
                 if priority == "interactive" or key not in self._wanted:
                     self._wanted[key] = priority
@@ -182,6 +201,7 @@ class EngineRunner:
         return {
             "engine": asdict(self.engine.stats()),
             "visual_cache": {**asdict(cache.counters), "bytes": cache.num_bytes, "entries": len(cache)},
+            **({} if self._disk is None else {"disk": {"bytes": self._disk.used_bytes}}),
             "encoder": {**asdict(self._batcher.counters), "waiting_tiles": self._batcher.num_waiting_tiles},
         }
 

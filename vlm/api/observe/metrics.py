@@ -33,6 +33,17 @@ _ENGINE: dict[tuple[str, str], tuple[str, type[Metric], str]] = {
         "Sequences put back for want of KV",
     ),
     ("engine", "steps"): ("vlm_engine_steps", CounterMetricFamily, "Steps of the engine"),
+    ("engine", "kv_saved_read"): (
+        "vlm_kv_disk_blocks_read",
+        CounterMetricFamily,
+        "KV blocks that were read from disk and not computed",
+    ),
+    ("engine", "kv_saved_written"): (
+        "vlm_kv_disk_blocks_written",
+        CounterMetricFamily,
+        "KV blocks handed to the disk",
+    ),
+    ("disk", "bytes"): ("vlm_kv_disk_bytes", GaugeMetricFamily, "KV blocks and visual tokens on disk"),
     ("encoder", "tiles"): ("vlm_encoded_tiles", CounterMetricFamily, "Tiles encoded"),
 }
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from llm.request import Delta, Failed, Finished, Prompt, Request, SamplingParams, Usage, VisualKey, WantVisual
 from preprocess.limits import ImageLimits
 from preprocess.probe import probe
@@ -131,3 +134,11 @@ def scheduled_requests(spec: ModelSpec, count: int, seed: int = 0) -> list[Reque
         params = SamplingParams(max_tokens=entry["output"], ignore_eos=True)
         requests.append(Request(f"s{number}", Prompt(ids), params))
     return requests
+
+
+def tiled_photo(seed: int = 0) -> bytes:
+    """A PNG of 1024 x 768 pixels of noise: 13 tiles of SmolVLM's."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (768, 1024, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

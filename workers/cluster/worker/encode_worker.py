@@ -30,10 +30,11 @@ from workers.cluster.names import (
 )
 from workers.cluster.redis_client import check_access, connect
 from workers.cluster.single_flight import Lease
-from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
+from workers.cluster.visual_store import VisualStore, open_visual_blobs
 from workers.contract.faults import ENCODING_FAILED
 from workers.contract.stages import overloaded
 from workers.contract.versions import MESSAGE_VERSION, known_fields
+from workers.contract.visual_format import VisualFormat
 from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread
 

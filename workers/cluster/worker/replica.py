@@ -23,13 +23,14 @@ from workers.cluster.members import About, HeartbeatThread, Registry, Watch
 from workers.cluster.names import ENCODE_QUEUE, NODE, REPLICA, GenerateJob, InboxMessage, Mailbox
 from workers.cluster.redis_client import AWAY, AWAY_PAUSE_S, connect
 from workers.cluster.redis_clock import RedisClock
-from workers.cluster.visual_store import VisualFormat, VisualStore, open_visual_blobs
+from workers.cluster.visual_store import VisualStore, open_visual_blobs
 from workers.cluster.worker.replica_visuals import ReplicaVisuals
 from workers.contract.faults import TIMED_OUT, UNREADABLE
 from workers.contract.loops import LoopThread
 from workers.contract.messages import request_from_json
 from workers.contract.streams import is_last
 from workers.contract.versions import FIRST_VERSION, MESSAGE_VERSION, note_dropped, version_of
+from workers.contract.visual_format import VisualFormat
 from workers.local.engine_runner import EngineRunner
 from workers.local.progress import STALL_S, Progress
 from workers.local.step_thread import StepThread

@@ -19,7 +19,7 @@ from llm.text_config import class_defaults
 from preprocess.stage import PreprocessSpec
 from preprocess.types import TileGrid, Variant
 from vlm.families.base import Family, Json, Size
-from vlm.families.pixtral import pixtral_resize, pixtral_sources, pixtral_tower
+from vlm.families.own_size.pixtral import pixtral_resize, pixtral_sources, pixtral_tower
 from vlm.families.vision import ACTIVATIONS, CLIP_PIXELS, normalisation, resample_of
 from vlm.prompt import ImageFormat, Piece, PromptTokenizer, Rows
 

@@ -20,7 +20,7 @@ from preprocess.own_size import AreaResize
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
 from vlm.families.base import Family, Json, Size
-from vlm.families.mrope import mrope_decoder
+from vlm.families.own_size.mrope import mrope_decoder
 from vlm.families.vision import ACTIVATIONS, CLIP_PIXELS, PlainFormat, normalisation, resample_of, square
 from vlm.prompt import ImageFormat, PromptTokenizer
 

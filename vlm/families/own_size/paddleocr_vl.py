@@ -19,9 +19,9 @@ from llm.rope_positions import chunked_axes
 from llm.text_config import class_defaults
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
-from vlm.families import qwen_vl
 from vlm.families.base import Family, Json, Size
-from vlm.families.mrope import mrope_decoder
+from vlm.families.own_size import qwen_vl
+from vlm.families.own_size.mrope import mrope_decoder
 from vlm.families.vision import (
     ACTIVATIONS,
     CLIP_PIXELS,

@@ -17,7 +17,7 @@ from llm.decoder_config import DecoderConfig, TextNames
 from preprocess.stage import PreprocessSpec
 from preprocess.types import Variant
 from vlm.families.base import Family, Json, Size
-from vlm.families.pixtral import pixtral_resize, pixtral_sources, pixtral_tower
+from vlm.families.own_size.pixtral import pixtral_resize, pixtral_sources, pixtral_tower
 from vlm.families.vision import CLIP_PIXELS, PlainFormat, normalisation, resample_of
 from vlm.prompt import ImageFormat, PromptTokenizer
 

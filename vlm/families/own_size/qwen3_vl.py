@@ -15,9 +15,9 @@ from encoder.tensor_names import TEMPORAL_PATCH, Source, VisualNames
 from llm.decoder_config import ConfigError, DecoderConfig
 from llm.rope_positions import interleaved_axes
 from llm.text_config import class_defaults
-from vlm.families import qwen_vl
 from vlm.families.base import Family, Json, Size
-from vlm.families.mrope import mrope_decoder
+from vlm.families.own_size import qwen_vl
+from vlm.families.own_size.mrope import mrope_decoder
 from vlm.families.vision import ACTIVATIONS, CLIP_PIXELS, normalisation, square
 
 _EPS = 1e-6
