@@ -28,6 +28,10 @@ Rate = Annotated[int, Between(0, 1_000_000)]
 RedisUrl = Annotated[
     str, Form(r"|(redis|rediss|unix|memory)://.*", "a redis:// URL, or empty", is_secret=True)
 ]
+EngineName = Literal["auto", "native", "transformers", "openai"]
+EngineUrl = Annotated[
+    str, Form(r"|https?://[^/\s?#@]+(/[^\s?#]*)?", "an http:// or https:// URL without a password, or empty")
+]
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s,]+"
 Origins = Annotated[
     str,
@@ -58,7 +62,10 @@ class EngineOptions(Checked):
 
     model: Annotated[str, Form(r"(?s).+", "not empty")] = DEFAULT_MODEL  # a Hugging Face checkpoint directory
     # auto: transformers where no family claims the model
-    engine: Literal["auto", "native", "transformers"] = "auto"
+    engine: EngineName = "auto"
+    engine_url: EngineUrl = ""  # of the server that engine openai asks
+    engine_model: str = ""  # the model's name there; empty: the first that it lists
+    engine_key_file: str = ""  # holds its API key; empty: the variable VLM_ENGINE_KEY, or none
     backend: Literal["auto", "torch", "native"] = "auto"  # of the decoder; auto: native where it runs
     device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"  # for all of it
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and activations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
@@ -32,7 +32,7 @@ from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import Format
 from vlm.cli.errors import BAD_INPUT, FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.file_names import as_text
-from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineOptions
+from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineName, EngineOptions
 from vlm.foreign.engine_choice import takes_transformers
 from vlm.model_source import ModelSource
 from vlm.pipeline import ChatMessage, Pipeline
@@ -84,7 +84,7 @@ def engine_options(
     threads: int,
     question: PageQuestion,
     *,
-    engine: Literal["auto", "native", "transformers"] = "auto",
+    engine: EngineName = "auto",
     weights: WeightOption = "auto",
     kv: KvOption = "auto",
 ) -> EngineOptions:
@@ -99,7 +99,7 @@ def engine_options(
         kv=kv,
         max_pixels=question.max_pixels,
     )
-    if takes_transformers(options, ModelSource.parse(model)):
+    if options.engine == "openai" or takes_transformers(options, ModelSource.parse(model)):
         return options
     spec = ModelSpec.load(options.model, kv=options.kv_storage, max_pixels=options.pixel_cap)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens

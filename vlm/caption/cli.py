@@ -12,6 +12,8 @@ from vlm.cli.options import (
     ENGINE,
     EncoderDtype,
     EngineChoice,
+    EngineModel,
+    EngineUrlOption,
     Json,
     Kv,
     MaxPixels,
@@ -71,6 +73,8 @@ def caption_command(
     store: Store = _SERVE.store,
     threads: Threads = ENGINE.threads,
     engine: EngineChoice = ENGINE.engine,
+    engine_url: EngineUrlOption = ENGINE.engine_url,
+    engine_model: EngineModel = ENGINE.engine_model,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
@@ -113,7 +117,7 @@ def caption_command(
         run_job(job, lambda: RemotePages(RemoteServer(url, PATIENCE_S), max_pixels, named))
         return
     options = engine_options(model, threads, question, engine=engine, weights=weights, kv=kv)
-    options = replace(options, encoder_dtype=encoder_dtype)
+    options = replace(options, encoder_dtype=encoder_dtype, engine_url=engine_url, engine_model=engine_model)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     run = RunOptions(window=window or options.max_running * 3 // 2, retry_errors=retry_errors)
     job = CaptionJob(inputs, output, question, form, run, quiet=quiet, as_json=as_json)

@@ -136,7 +136,7 @@ async def _pages(
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RunningServer:
     """A server that answers. max_pixels: of an image that its model takes whole; 0: the server's own."""
 
     url: str
@@ -145,7 +145,7 @@ class Remote:
 
 
 async def _ask_remotely(
-    remote: Remote,
+    remote: RunningServer,
     images: Sequence[tuple[Path, bytes]],
     questions: Sequence[str],
     params: SamplingParams,
@@ -192,7 +192,7 @@ def stats_line(answer: Reply) -> str:
 def ask(
     positionals: Sequence[str],
     questions: Sequence[str],
-    answers_by: EngineOptions | Remote,
+    answers_by: EngineOptions | RunningServer,
     params: SamplingParams,
     *,
     as_json: bool = False,
@@ -210,7 +210,7 @@ def ask(
     except ValueError as error:
         raise CommandError(f"--pages {pages}: {error}") from None
     images = [(path, read_image(path)) for path in paths]
-    if isinstance(answers_by, Remote):
+    if isinstance(answers_by, RunningServer):
         answers = asyncio.run(_ask_remotely(answers_by, images, asked, params, pages))
     else:
         answers = asyncio.run(_ask_all(answers_by, images, asked, params, wanted))

@@ -15,8 +15,12 @@ from vlm.cli.options import (
     ENGINE,
     EncoderDtype,
     EngineChoice,
+    EngineModel,
+    EngineUrlOption,
     Json,
     Kv,
+    KvDisk,
+    KvDiskMb,
     MaxPixels,
     Model,
     Store,
@@ -137,7 +141,7 @@ def ask(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     named = check_remote(context, url)
-    remote = None if url is None else command.Remote(url, named, max_pixels)
+    remote = None if url is None else command.RunningServer(url, named, max_pixels)
     options = engine_options(
         model,
         threads=threads,
@@ -260,8 +264,12 @@ def serve(
     ] = SERVE.tls_keyfile,
     threads: Threads = ENGINE.threads,
     engine: EngineChoice = ENGINE.engine,
+    engine_url: EngineUrlOption = ENGINE.engine_url,
+    engine_model: EngineModel = ENGINE.engine_model,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    kv_disk: KvDisk = ENGINE.kv_disk,
+    kv_disk_mb: KvDiskMb = ENGINE.kv_disk_mb,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     allow_public: Annotated[
@@ -277,6 +285,7 @@ def serve(
 
     Example: vlm serve --port 8000
     Example: VLM_API_KEYS=my-secret-key vlm serve --host 0.0.0.0
+    Example: vlm serve --model Qwen/Qwen2.5-VL-3B-Instruct --engine openai --engine-url http://127.0.0.1:8080
     """
     from vlm.cli.serve_command import serve_command
 
