@@ -15,12 +15,15 @@ from vlm.train.drawing.documents import (
     compose_document,
     preset_questions,
 )
+from vlm.train.drawing.plausible import PLAUSIBLE_KINDS, plausible_document
 from vlm.train.drawing.tiles import cut, patch_targets
 from vlm.train.prompts import PromptBuilder, Sequence
 
 PRESET_SHARE = 0.12
-FIRST_SHARE = 0.33
-WIDER_SHARE = 0.4
+FIRST_SHARE = 0.45
+TURNS_SHARE = 0.2  # of the documents that are asked nothing before the image
+TURNS = 3
+PLAUSIBLE_SHARE = 0.65  # of all kinds but shapes; the rest keeps to the narrow domain
 QUESTION_TOKENS = 150  # a document's questions and answers are cut to about this many tokens
 
 
@@ -45,18 +48,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """What is asked of one image; `first`: the only question, written before the image."""
+    """What is asked of one image; `first`: the only question, written before the image; `turns`: one question
+    after the answer to the other."""
 
     questions: list[Question]
     first: bool = False
+    turns: bool = False
 
 
 def choose_questions(rng: Random, document: Document, builder: PromptBuilder) -> QuestionSet:
     """Questions in random order up to the token limit, two of them about lines; the whole text comes first
     two times out of three.
 
-    Clients write text and image in either order: one document in three is asked one question, before the
-    image. One in eight that captioning's presets fit is asked one of these alone, in either order.
+    Clients write text and image in either order: FIRST_SHARE of the documents are asked one question, before
+    the image; some are asked up to TURNS questions, one after the other's answer. One in eight that
+    captioning's presets fit is asked one of these alone, in either order.
     """
     presets = preset_questions(document)
     if presets and rng.random() < PRESET_SHARE:
@@ -67,6 +73,8 @@ def choose_questions(rng: Random, document: Document, builder: PromptBuilder) ->
         return QuestionSet([rng.choice([q for q in document.questions if q.kind == kind])], True)
     questions = list(document.questions)
     rng.shuffle(questions)
+    if rng.random() < TURNS_SHARE:
+        return QuestionSet([q for q in questions if q.kind != "text"][:TURNS] or questions[:1], turns=True)
     lines = [question for question in questions if question.kind == "line"][2:]
     questions = [question for question in questions if question not in lines]
     if rng.random() < 0.67:
@@ -102,11 +110,12 @@ def collate(items: list[tuple[Document, QuestionSet]], builder: PromptBuilder) -
         sequence: Sequence = builder.sequence(
             pieces.grid,
             [(q.text, q.answer) for q in asked.questions],
-            instruction_first=asked.first,
+            asked.first,
+            asked.turns,
         )
         sequences.append(sequence)
-        for number, question in enumerate(asked.questions, 1):
-            count = int((sequence.targets[sequence.segments == number] >= 0).sum())
+        for question in asked.questions:
+            count = len(builder.segment(question.text, question.answer)[1])
             name = f"{document.kind}/{question.kind}{'-first' if asked.first else ''}"
             answers.append((name, wanted, wanted + count))
             wanted += count
@@ -126,13 +135,15 @@ def collate(items: list[tuple[Document, QuestionSet]], builder: PromptBuilder) -
 def draw(
     index: int, run_seed: int, mix: dict[str, float], levels: dict[str, float]
 ) -> tuple[Document, Random]:
-    """Training document number `index`: three of ten come from an easier level than the current one, four
-    are drawn wider than the domain."""
+    """Training document number `index`: PLAUSIBLE_SHARE as a stranger may lay it out; of the others three of
+    ten come from an easier level than the current one."""
     rng = Random(f"train/{run_seed}/{index}")
     kind = rng.choices(list(mix), list(mix.values()))[0]
     level = levels[kind] * (rng.random() if rng.random() < 0.3 else 1.0)
-    seed, wider = rng.randrange(10**9), rng.random() < WIDER_SHARE
-    return compose_document(kind, seed, round(level, 1), wider), rng
+    seed, plausible = rng.randrange(10**9), rng.random() < PLAUSIBLE_SHARE
+    if plausible and kind in PLAUSIBLE_KINDS:
+        return plausible_document(kind, seed), rng
+    return compose_document(kind, seed, round(level, 1)), rng
 
 
 def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, QuestionSet]]:

@@ -65,15 +65,21 @@ class PromptBuilder:
         asked = self._parts(_ANY_GRID, "", question)[1]
         return asked, self._tokenizer.encode(f"{space}{answer}<end_of_utterance>", starts=False)
 
+    def follow_up(self, question: str) -> list[int]:
+        """The tokens of a further question behind an answer, up to "Assistant:"."""
+        text = f"\nUser: {question}<end_of_utterance>\nAssistant:"
+        return self._tokenizer.encode(text, starts=False)
+
     def sequence(
-        self, grid: TileGrid, pairs: list[tuple[str, str]], instruction_first: bool = False
+        self, grid: TileGrid, pairs: list[tuple[str, str]], first: bool = False, turns: bool = False
     ) -> Sequence:
         """The packed sequence of one image and its (question, answer) pairs.
 
-        `instruction_first`: the only question is written before the image.
+        `first`: the only question is written before the image. `turns`: each question follows the answer to
+        the one before and sees it; all are segment 1.
         """
         instruction = ""
-        if instruction_first:
+        if first:
             ((instruction, answer),) = pairs
             pairs = [("", answer)]
         prefix = self.prefix(grid, instruction)
@@ -81,10 +87,13 @@ class PromptBuilder:
         segments, targets = [0] * len(prefix), [-100] * len(prefix)
         for number, (question, answer) in enumerate(pairs, 1):
             asked, answered = self.segment(question, answer)
+            if turns and number > 1:
+                asked = self.follow_up(question)
             together = asked + answered
+            start = len(tokens) if turns else len(prefix)
             tokens += together
-            positions += range(len(prefix), len(prefix) + len(together))
-            segments += [number] * len(together)
+            positions += range(start, start + len(together))
+            segments += [1 if turns else number] * len(together)
             targets += [-100] * (len(asked) - 1) + answered + [-100]
         return Sequence(
             *(np.asarray(values, dtype=np.int64) for values in (tokens, positions, segments, targets))
