@@ -1,6 +1,6 @@
 """Documents drawn by number, and turned into flat training batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -147,12 +147,19 @@ def draw(
 
 
 def validation_items(per_kind: int, level: float, first_seed: int) -> list[tuple[Document, QuestionSet]]:
-    """The fixed documents of every kind, with all their questions; once more with one before the image."""
+    """The fixed documents of every kind, with all their questions; once more with one before the image.
+
+    Plausible documents, in fonts that training draws too, count as kinds of their own.
+    """
+    documents = [
+        compose_document(kind, first_seed + number, level) for kind in KINDS for number in range(per_kind)
+    ]
+    for kind in PLAUSIBLE_KINDS:
+        drawn = [plausible_document(kind, number) for number in range(per_kind)]
+        documents += [replace(document, kind=f"plausible {kind}") for document in drawn]
     items = []
-    for kind in KINDS:
-        for number in range(per_kind):
-            document = compose_document(kind, first_seed + number, level)
-            items.append((document, QuestionSet(list(document.questions))))
-            question = document.questions[number % len(document.questions)]
-            items.append((document, QuestionSet([question], True)))
+    for number, document in enumerate(documents):
+        items.append((document, QuestionSet(list(document.questions))))
+        question = document.questions[number % per_kind % len(document.questions)]
+        items.append((document, QuestionSet([question], True)))
     return items
