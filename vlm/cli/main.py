@@ -25,7 +25,9 @@ from vlm.cli.options import (
     Model,
     Store,
     Threads,
+    Url,
     Weights,
+    check_remote,
     engine_options,
     given_options,
     setting,
@@ -99,6 +101,7 @@ def root(
 
 @app.command()
 def ask(
+    context: typer.Context,
     images: Annotated[
         list[str],
         typer.Argument(
@@ -112,6 +115,7 @@ def ask(
             "-q", "--question", help="A question; may be repeated. All positionals are images then."
         ),
     ] = [],  # noqa: B006
+    url: Url = None,
     model: Model = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
@@ -136,6 +140,8 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    named = check_remote(context, url)
+    remote = None if url is None else command.RunningServer(url, named, max_pixels)
     options = engine_options(
         model,
         threads=threads,
@@ -145,7 +151,7 @@ def ask(
         encoder_dtype=encoder_dtype,
         max_pixels=max_pixels,
     )
-    command.ask(images, question, options, params, as_json=as_json, stats=stats, pages=pages)
+    command.ask(images, question, remote or options, params, as_json=as_json, stats=stats, pages=pages)
 
 
 @app.command()

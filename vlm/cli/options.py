@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llm.storage import KvOption, WeightOption
+from vlm.cli.errors import CommandError
 from vlm.config import DEFAULT_MODEL, EngineName, EngineOptions
 from vlm.settings import bounds
 
@@ -71,6 +72,27 @@ EngineChoice = Annotated[
         "--engine-url; of --model only configuration and tokenizer are read."
     ),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(help="http://host:port of a running server that answers instead; VLM_API_KEY has its key."),
+]
+_OF_AN_ENGINE = (
+    *("threads", "engine", "engine_url", "weights", "kv", "encoder_dtype"),
+    *("engine_model", "broker", "store", "decode_processes", "kv_disk", "kv_disk_mb"),
+)
+
+
+def check_remote(context: typer.Context, url: str | None) -> str | None:
+    """With `url`: the model that was named, if any. Raises CommandError for options that are the server's."""
+    given = given_options(context)
+    if url is None:
+        return None
+    if theirs := [name for name in _OF_AN_ENGINE if name in given]:
+        raise CommandError(f"--{theirs[0].replace('_', '-')} is the server's own setting: not with --url")
+    model = given.get("model")
+    return None if model == "default" else model
+
+
 EngineUrlOption = Annotated[
     str,
     typer.Option(

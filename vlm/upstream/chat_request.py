@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llm.request import RequestError, SamplingParams
-from preprocess.probe import sniff
 from vlm.pipeline import Chat, ChatMessage, ImageInput
 from vlm.prompt import Rendering
-
-# parameter -> its value where it asks for nothing; OpenAI's own names, then those that vLLM, SGLang and
-# llama.cpp add
-_PARAMETERS: dict[str, Any] = {
-    "temperature": None,
-    "top_p": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": None,
-    "n": 1,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "skip_special_tokens": None,
-}
+from vlm.remote.chat_body import data_uri, settings_of
 
 
 def chat_body(model: str, chat: Chat, params: SamplingParams, namespace: str) -> dict[str, Any]:
@@ -36,24 +17,15 @@ def chat_body(model: str, chat: Chat, params: SamplingParams, namespace: str) ->
     body: dict[str, Any] = {
         "model": model,
         "messages": [_message(message) for message in chat.messages],
-        "max_tokens": params.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **settings_of(params),
     }
-    for name, nothing in _PARAMETERS.items():
-        if (value := getattr(params, name)) != nothing:
-            body[name] = value
-    if params.stop:
-        body["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        body["stop_token_ids"] = list(params.stop_token_ids)
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     if chat.rendering.variables:
         body["chat_template_kwargs"] = dict(chat.rendering.variables)
     if namespace:
         body["cache_salt"] = namespace
-    return {**body, **_constraint(params)}
+    return body
 
 
 def check(chat: Chat, params: SamplingParams) -> None:
@@ -72,18 +44,6 @@ def _unavailable(rendering: Rendering, params: SamplingParams) -> Iterator[tuple
     yield "tools", bool(rendering.tools)
     yield "continue_final_message", rendering.continues_last
     yield "add_generation_prompt", not rendering.begins_answer
-
-
-def _constraint(params: SamplingParams) -> dict[str, Any]:
-    if params.constraint is None:
-        return {}
-    kind, text = params.constraint
-    if kind == "json_object":
-        return {"response_format": {"type": "json_object"}}
-    if kind == "json_schema":
-        schema = {"name": "answer", "schema": json.loads(text), "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": schema}}
-    return {"structured_outputs": {kind: text}}
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
@@ -106,7 +66,5 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _image(image: ImageInput) -> dict[str, Any]:
-    kind = sniff(image.data).lower()
-    url = f"data:image/{kind};base64,{base64.b64encode(image.data).decode()}"
     detail = {} if image.detail == "auto" else {"detail": image.detail}
-    return {"type": "image_url", "image_url": {"url": url, **detail}}
+    return {"type": "image_url", "image_url": {"url": data_uri(image.data), **detail}}
