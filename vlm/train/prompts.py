@@ -47,7 +47,8 @@ class PromptBuilder:
 
     def _cut(self, grids: tuple[TileGrid, ...], before: str, after: str) -> tuple[list[int], list[int]]:
         """(all up to the last image's end, all behind it) of a chat with text before and after its images."""
-        content = (before, *(ImagePart(grid, _KEY) for grid in grids), after)
+        images = [ImagePart(grid, _KEY) for grid in grids]
+        content: list[str | ImagePart] = [before, *images, after]
         prompt = self._builder.build([Message("user", tuple(part for part in content if part))])
         end = prompt.spans[-1].start + prompt.spans[-1].length + _CLOSING
         return list(prompt.token_ids[:end]), list(prompt.token_ids[end:])
