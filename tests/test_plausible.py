@@ -162,3 +162,17 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
 def test_images_are_in_colour_whatever_became_of_them() -> None:
     documents = [plausible_document(kind, seed) for kind in PLAUSIBLE_KINDS for seed in range(12)]
     assert {document.image.mode for document in documents} == {"RGB"}
+
+
+def test_a_turned_and_stretched_letter_is_marked_where_it_lies() -> None:
+    for seed in range(40):
+        page = Sheet(Random(seed), (256, 180), LOOK, 1.0)
+        page.paper, page.ink = (255, 255, 255), (0, 0, 0)
+        page.pen.rectangle((0, 0, 256, 180), page.paper)
+        page.write("H", 12, 20, False, 24)
+        image, (glyph,) = page.finish()
+        pixels = 255.0 - np.asarray(image.convert("L").resize((256, 256)))[12:60, 8:60]
+        ink = np.where(pixels > 100, pixels, 0)
+        rows, cols = np.indices(ink.shape)
+        assert abs((ink * rows).sum() / ink.sum() + 12 - glyph.y) < 2
+        assert abs((ink * cols).sum() / ink.sum() + 8 - glyph.x) < 2

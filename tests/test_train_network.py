@@ -33,7 +33,7 @@ def exported(tmp_path: Path) -> Path:
 def logits(network: Network, builder: PromptBuilder, seed: int, pairs: list[tuple[str, str]]) -> list[Tensor]:
     """Logits of each question's segment, asked together."""
     pieces = cut(compose_document("receipt", seed).image)
-    sequence = builder.sequence(pieces.grid, pairs)
+    sequence = builder.sequence([pieces.grid], pairs)
     visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
         0, 1
     )
@@ -157,7 +157,7 @@ def test_a_further_question_reads_as_the_service_writes_a_chat(tmp_path: Path) -
     builder, spec = PromptBuilder(folder), ModelSpec.load(folder, files="text")
     grid = cut(compose_document("receipt", 1).image).grid
     pairs = [("What is the total?", "7.10"), ("What is the date?", "2024-03-18")]
-    sequence = builder.sequence(grid, pairs, turns=True)
+    sequence = builder.sequence([grid], pairs, turns=True)
     chat = spec.prompt_builder.build(
         [
             Message("user", (ImagePart(grid, VisualKey("k")), "What is the total?")),
@@ -176,6 +176,6 @@ def test_every_answer_of_a_chat_is_trained_and_nothing_else(tmp_path: Path) -> N
     grid = cut(compose_document("receipt", 1).image).grid
     pairs = [("What is the total?", "7.10"), ("What is the date?", "2024-03-18")]
     for turns in (False, True):
-        sequence = builder.sequence(grid, pairs, turns=turns)
+        sequence = builder.sequence([grid], pairs, turns=turns)
         wanted = sequence.targets[sequence.targets >= 0].tolist()
         assert wanted == [token for pair in pairs for token in builder.segment(*pair)[1]]
