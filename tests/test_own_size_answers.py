@@ -1,4 +1,4 @@
-"""Families whose images keep their own size, from the HTTP API to the answer."""
+"""Families whose images cost what their size says, from the HTTP API to the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ from vlm.spec import ModelSpec
 from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
-NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl", "mistral3", "pixtral")
+NAMES = (
+    "lighton_ocr",
+    "qwen2_vl",
+    "qwen2_5_vl_untied",
+    "qwen3_vl",
+    "paddleocr_vl",
+    "mistral3",
+    "pixtral",
+    "granite_vision",
+)
 NUM_TOKENS = 12
 
 
