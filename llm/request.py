@@ -95,6 +95,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: Priority = "interactive"
     namespace: str = ""  # cache namespace; equal prompts in other namespaces share nothing
+    chat: object = None  # what the prompt was made from, for an engine that writes prompts by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,19 @@ def live_server(
     engine = engine or FakeEngine()
     config = config or ServeConfig()
     app = create_app(make_pipeline(engine, **options), config, keys=keys)
+    with _running(app) as (url, loop, server):
+        yield LiveServer(app, engine, url, loop, server)
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The address of an app that a server in a thread serves."""
+    with _running(app) as (url, _, _):
+        yield url
+
+
+@contextlib.contextmanager
+def _running(app: FastAPI) -> Iterator[tuple[str, asyncio.AbstractEventLoop, uvicorn.Server]]:
     settings = uvicorn.Config(
         app, port=0, http=CappedH11, ws="none", access_log=False, log_config=None, timeout_graceful_shutdown=2
     )
@@ -243,7 +256,7 @@ def live_server(
     thread.start()
     assert started.wait(30) and "port" in holder, "the server did not start"
     try:
-        yield LiveServer(app, engine, f"http://127.0.0.1:{holder['port']}", holder["loop"], server)
+        yield f"http://127.0.0.1:{holder['port']}", holder["loop"], server
     finally:
         server.should_exit = True
         thread.join(15)

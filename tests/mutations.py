@@ -214,4 +214,58 @@ MUTATIONS = [
         "if True:",
         ("test_encoder_arithmetic.py::test_every_part_that_makes_a_key_knows_the_arithmetic",),
     ),
+    Mutation(
+        "tiles of another grid are taken from shared memory",
+        "preprocess/wire.py",
+        "if planned is not None and grid != planned:",
+        "if False:",
+        ("test_sealed_memory.py::test_memory_that_can_not_be_these_tiles_is_refused_and_closed",),
+    ),
+    Mutation(
+        "shared memory is not sealed against its writer",
+        "workers/contract/sealed_memory.py",
+        "fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())",
+        "pass",
+        ("test_sealed_memory.py::test_what_is_sealed_stays_as_it_was_written",),
+    ),
+    Mutation(
+        "tiles pass to the engine through the socket",
+        "workers/local/engine_process.py",
+        "if isinstance(tiles, SealedTiles):",
+        "if False:",
+        (
+            "test_image_path.py::"
+            "test_an_image_is_parsed_once_a_process_and_hashed_once_and_its_tiles_are_written_once",
+        ),
+    ),
+    Mutation(
+        "a node sends an encoder tiles that the store has",
+        "workers/cluster/node/remote_visuals.py",
+        "if isinstance(tiles, StoredTiles) and tiles.url == self._store_url:",
+        "if False:",
+        (
+            "test_remote_engine.py::test_tiles_that_are_in_the_store_already_are_read_from_there_and_not_sent_again",
+        ),
+    ),
+    Mutation(
+        "a damaged file of the disk cache is read",
+        "workers/local/disk_store.py",
+        " or _digest(content) != digest:",
+        ":",
+        ("test_disk_cache.py::test_a_torn_or_damaged_file_is_a_miss_and_goes",),
+    ),
+    Mutation(
+        "blocks that were read are put where others belong",
+        "llm/scheduling/saved_prefixes.py",
+        "saved = saved[len(hits) - start :]",
+        "saved = saved[len(hits) - start + 1 :]",
+        ("test_saved_prefixes.py::test_answers_do_not_depend_on_what_the_store_has_kept",),
+    ),
+    Mutation(
+        "another server is not asked for a sampling parameter",
+        "vlm/upstream/chat_request.py",
+        '    "min_p": 0.0,\n',
+        "",
+        ("test_upstream.py::test_every_parameter_is_sent_or_refused_by_name",),
+    ),
 ]

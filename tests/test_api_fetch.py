@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_servers import serving
 
-from vlm.api.storage.addresses import public_address
+from vlm.api.storage.addresses import AllowedOrigins, public_address
 from vlm.api.storage.fetch import Fetcher, resolve
 from vlm.config import ServeConfig
 from vlm.requests.errors import ApiError
+from vlm.settings import SettingsError
 
 CHAT = "/v1/chat/completions"
 
@@ -104,7 +105,12 @@ class Origin(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("location", self.path.partition("?")[2])
             self.end_headers()
-        elif self.path == "/image":
+        elif self.path.startswith("/busy?") and self.seen.count(self.seen[-1]) <= 2:
+            status, _, wait = self.path.partition("?")[2].partition("&")
+            self.send_response(int(status))
+            self.send_header("retry-after", wait)
+            self.end_headers()
+        elif self.path == "/image" or self.path.startswith("/busy?"):
             self.send_response(200)
             self.send_header("content-type", "text/plain")
             self.end_headers()
@@ -125,7 +131,12 @@ def origin() -> Iterator[int]:
 
 
 def fetch(
-    url: str, *, names: dict[str, list[str]], max_bytes: int = 1 << 20, deadline_s: float = 5.0
+    url: str,
+    *,
+    names: dict[str, list[str]],
+    max_bytes: int = 1 << 20,
+    deadline_s: float = 5.0,
+    allowed: AllowedOrigins | None = None,
 ) -> bytes:
     """With a resolver of our own, and with 127.0.0.1 standing for the public internet."""
 
@@ -136,7 +147,7 @@ def fetch(
         fetcher = Fetcher(
             deadline_s,
             resolver=resolver,
-            is_allowed=lambda address: str(address) == "127.0.0.1" or public_address(address),
+            allowed=allowed or AllowedOrigins.of("", "127.0.0.1", allow_urls=True),
         )
         return await fetcher.fetch(url, max_bytes, "p")
 
@@ -263,6 +274,64 @@ def test_a_port_that_no_host_has_is_named() -> None:
         assert refusal(url, names={"images.test": ["127.0.0.1"]}) == "invalid_image_url"
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_while_time_is_left(status: int) -> None:
+    names = {"images.test": ["127.0.0.1"]}
+    with origin() as port:
+        assert fetch(f"http://images.test:{port}/busy?{status}&0", names=names) == png(21, 34)
+        assert len(Origin.seen) == 3
+    with origin() as port:
+        with pytest.raises(ApiError) as caught:
+            fetch(f"http://images.test:{port}/busy?{status}&3600", names=names)
+        assert caught.value.code == "url_fetch_failed" and str(status) in caught.value.message
+        assert len(Origin.seen) == 1
+
+
+def test_the_status_of_a_refusal_is_named() -> None:
+    with origin() as port, pytest.raises(ApiError) as caught:
+        fetch(f"http://images.test:{port}/nothing", names={"images.test": ["127.0.0.1"]})
+    assert caught.value.message == "The image's URL was answered with status 404."
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "is_allowed"),
+    [
+        ("images.test", "images.test", True),
+        ("images.test", "IMAGES.test.", True),
+        ("images.test", "evil-images.test", False),
+        ("images.test", "a.images.test", False),
+        ("*.images.test", "a.images.test", True),
+        ("*.images.test", "images.test", False),
+        ("other.test, images.test", "images.test", True),
+    ],
+)
+def test_hosts_that_are_not_listed_are_refused_before_they_are_looked_up(
+    hosts: str, host: str, is_allowed: bool
+) -> None:
+    allowed = AllowedOrigins.of(hosts, "127.0.0.1", allow_urls=False)
+    with origin() as port:
+        url = f"http://{host}:{port}/image"
+        options: dict[str, Any] = {"names": {host.lower(): ["127.0.0.1"]}, "allowed": allowed}
+        if is_allowed:
+            assert fetch(url, **options) == png(21, 34)
+            assert refusal(f"http://{host}:{port}/redirect?http://not.test/", **options) == "url_blocked"
+        else:
+            assert refusal(url, **options) == "url_blocked" and Origin.seen == []
+
+
+def test_networks_alone_open_nothing_else() -> None:
+    allowed = AllowedOrigins.of("", "127.0.0.0/8, fd00::/8", allow_urls=False)
+    for address, is_allowed in (
+        ("127.9.9.9", True),
+        ("fd00::1", True),
+        ("1.1.1.1", False),
+        ("10.0.0.1", False),
+    ):
+        assert allowed.has_address(ipaddress.ip_address(address)) is is_allowed
+    with pytest.raises(SettingsError):
+        AllowedOrigins.of("", "10.0.0.1/8", allow_urls=True)
+
+
 def test_dead_host_is_a_400() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -279,12 +348,15 @@ def test_fetching_is_off_by_default_and_guarded_when_on() -> None:
             answered = http.post(CHAT, json=ask(url, "What?"))
             assert answered.status_code == 400 and answered.json()["error"]["code"] == "url_blocked"
         assert Origin.seen == []
+        config = ServeConfig(allow_image_networks="127.0.0.1")
+        with live_server(config=config) as running, running.client() as http:
+            assert http.post(CHAT, json=ask(url, "What?")).status_code == 200
 
 
 def test_fetched_image_equals_an_inline_one() -> None:
     """D2: one decode path, whichever way an image comes in."""
     with origin() as port, live_server(config=ServeConfig(allow_urls=True)) as running:
-        running.service.fetcher = Fetcher(5.0, is_allowed=lambda address: True)
+        running.service.fetcher = Fetcher(5.0, allowed=AllowedOrigins.of("", "127.0.0.0/8", allow_urls=True))
         url = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/image"}}
         keys = []
         with running.client() as http:

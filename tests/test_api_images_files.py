@@ -8,6 +8,7 @@ import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -245,6 +246,31 @@ def test_what_a_crash_left_half_done_is_removed_after_an_hour(tmp_path: Path) ->
     store.sweep()
     assert {path.stem for path in folder.iterdir()} == {kept.id} and store.list("a") == [kept]
     store.add("a", "b", "batch", io.BytesIO(b"x" * 60))
+
+
+def test_official_client_says_how_long_a_file_is_kept(server: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as official:
+        sent: Any = {"file": ("a", b"x"), "purpose": "user_data"}
+        made = official.files.create(**sent, expires_after={"anchor": "created_at", "seconds": 7200})
+        assert made.expires_at == made.created_at + 7200
+        for wrong in ({"anchor": "created_at", "seconds": 60}, {"anchor": "now", "seconds": 7200}):
+            with pytest.raises(openai.BadRequestError):
+                official.files.create(**sent, expires_after=wrong)  # type: ignore[arg-type]
+
+
+def test_expired_files_are_gone_and_leave_their_room(tmp_path: Path) -> None:
+    now = 1000.0
+    store = FileStore(tmp_path, max_file_bytes=100, max_total_bytes=100, clock=lambda: now)
+    first, second = (store.add("a", "a", "batch", io.BytesIO(b"x" * 40), 3600) for _ in range(2))
+    now += 3599
+    assert store.get("a", first.id) == first
+    now += 1
+    for read in (store.get, store.locate):
+        with pytest.raises(ApiError):
+            read("a", first.id)
+    kept = store.add("a", "b", "batch", io.BytesIO(b"x" * 90))
+    assert store.list("a") == [kept] and {path.stem for path in tmp_path.rglob("file-*")} == {kept.id}
+    assert second.expires_at == 4600
 
 
 def test_adopted_files_are_moved_in(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from train_fixtures import tiny_network, tiny_template
 
-from llm.request import Delta, SamplingParams, TokenLogprob
+from llm.request import Delta, SamplingParams, TokenLogprob, VisualKey
 from vlm.build import build_local_pipeline
 from vlm.config import EngineOptions
 from vlm.pipeline import ChatMessage, ImageInput
+from vlm.prompt import ImagePart, Message
+from vlm.spec import ModelSpec
 from vlm.train.decoder import segment_mask
 from vlm.train.drawing.documents import compose_document
 from vlm.train.drawing.tiles import cut
@@ -31,7 +33,7 @@ def exported(tmp_path: Path) -> Path:
 def logits(network: Network, builder: PromptBuilder, seed: int, pairs: list[tuple[str, str]]) -> list[Tensor]:
     """Logits of each question's segment, asked together."""
     pieces = cut(compose_document("receipt", seed).image)
-    sequence = builder.sequence(pieces.grid, pairs)
+    sequence = builder.sequence([pieces.grid], pairs)
     visual = network.model.connector(network.model.vision_model(torch.from_numpy(pieces.pixels))).flatten(
         0, 1
     )
@@ -148,3 +150,32 @@ def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
         values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
         assert values.max() < 1.4
         assert values.median() > 0.6
+
+
+def test_a_further_question_reads_as_the_service_writes_a_chat(tmp_path: Path) -> None:
+    folder = tiny_template(tmp_path / "template")
+    builder, spec = PromptBuilder(folder), ModelSpec.load(folder, files="text")
+    grid = cut(compose_document("receipt", 1).image).grid
+    pairs = [("What is the total?", "7.10"), ("What is the date?", "2024-03-18")]
+    sequence = builder.sequence([grid], pairs, turns=True)
+    chat = spec.prompt_builder.build(
+        [
+            Message("user", (ImagePart(grid, VisualKey("k")), "What is the total?")),
+            Message("assistant", ("7.10",)),
+            Message("user", ("What is the date?",)),
+        ]
+    )
+    told = builder.segment(*pairs[1])[1]
+    assert sequence.tokens.tolist() == [*chat.token_ids, *told]
+    assert sequence.positions.tolist() == list(range(len(sequence.tokens)))
+    assert set(sequence.segments.tolist()) == {0, 1}
+
+
+def test_every_answer_of_a_chat_is_trained_and_nothing_else(tmp_path: Path) -> None:
+    builder = PromptBuilder(tiny_template(tmp_path / "template"))
+    grid = cut(compose_document("receipt", 1).image).grid
+    pairs = [("What is the total?", "7.10"), ("What is the date?", "2024-03-18")]
+    for turns in (False, True):
+        sequence = builder.sequence([grid], pairs, turns=turns)
+        wanted = sequence.targets[sequence.targets >= 0].tolist()
+        assert wanted == [token for pair in pairs for token in builder.segment(*pair)[1]]

@@ -1,13 +1,16 @@
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from train_fixtures import tiny_network, tiny_template
 
-from vlm.train.batches import QuestionSet, choose_questions, collate, draw
+from vlm.train.batches import collate, draw, draw_asked
 from vlm.train.drawing.documents import KINDS, compose_document
+from vlm.train.drawing.plausible import PLAUSIBLE_KINDS
 from vlm.train.prompts import PromptBuilder
+from vlm.train.questions import QuestionSet, ask_of_two, choose_questions
 from vlm.train.stages import BEST, LAST, STAGES, Stage
 from vlm.train.trainer import AVERAGE, Trainer, run_batch, score, validate
 
@@ -112,17 +115,19 @@ def test_questions_stay_within_the_token_limit(template: Path) -> None:
         assert len(chosen) == 1 or tokens <= 150
 
 
-def test_questions_come_in_both_orders_and_documents_in_more_than_the_domains_fonts(template: Path) -> None:
+def test_questions_come_in_both_orders_and_documents_from_both_generators(template: Path) -> None:
     builder = PromptBuilder(template)
     mix, levels = {"receipt": 1.0}, dict.fromkeys(KINDS, 1.0)
-    asked = []
+    asked, ratios = [], []
     for index in range(60):
         document, rng = draw(index, 0, mix, levels)
+        ratios.append(document.image.width / document.image.height)
         asked.append(choose_questions(rng, document, builder))
     first = [one for one in asked if one.first]
-    assert 8 < len(first) < 35 and all(len(one.questions) == 1 for one in first)
-    narrow, wide = (compose_document("receipt", 3, 1.0, wider) for wider in (False, True))
-    assert narrow.lines == wide.lines and narrow.image.tobytes() != wide.image.tobytes()
+    assert 15 < len(first) < 45 and all(len(one.questions) == 1 for one in first)
+    chats = [one for one in asked if one.turns]
+    assert chats and all(1 < len(one.questions) <= 3 and not one.first for one in chats)
+    assert 10 < sum(ratio in (0.5, 1.0) for ratio in ratios) < 40
 
 
 def test_score_weighs_document_kinds_equally() -> None:
@@ -131,7 +136,8 @@ def test_score_weighs_document_kinds_equally() -> None:
 
 def test_validation_names_every_kind_of_document(tmp_path: Path, template: Path) -> None:
     accuracies = validate(tiny_network(template), PromptBuilder(template), per_kind=2)
-    assert {name.split("/")[0] for name in accuracies} == set(KINDS)
+    plausible = {f"plausible {kind}" for kind in PLAUSIBLE_KINDS}
+    assert {name.split("/")[0] for name in accuracies} == set(KINDS) | plausible
     assert all(0.0 <= value <= 1.0 for value in accuracies.values())
 
 
@@ -145,3 +151,25 @@ def test_the_rate_warms_up_and_decays_to_nothing(tmp_path: Path, template: Path)
     assert [rate["decoder"] for rate in rates[:3]] == [0.5, 1.0, 1.0]
     assert [round(rate["decoder"], 2) for rate in rates[5:]] == [1.0, 0.8, 0.6, 0.4, 0.2]
     assert all(rate["tower"] == rate["decoder"] / 2 for rate in rates)
+
+
+def test_a_question_about_two_images_names_the_one_its_answer_is_in(template: Path) -> None:
+    builder = PromptBuilder(template)
+    documents = compose_document("receipt", 3), compose_document("label", 4)
+    for seed in range(20):
+        asked = ask_of_two(Random(seed), *documents)
+        for question in asked.questions:
+            (place,) = (
+                n for n, name in enumerate(("first", "second")) if f"the {name} image" in question.text
+            )
+            assert question.answer in "\n".join(documents[place].lines)
+        batch = collate([(documents[0], asked)], builder)
+        single = [collate([(document, QuestionSet([]))], builder) for document in documents]
+        assert len(batch.uses) == sum(len(one.uses) for one in single)
+        assert batch.answers[-1][2] == int((batch.targets >= 0).sum())
+
+
+def test_some_documents_come_in_pairs(template: Path) -> None:
+    builder, levels = PromptBuilder(template), dict.fromkeys(KINDS, 1.0)
+    drawn = [draw_asked(index, 0, {"sign": 1.0}, levels, builder)[1] for index in range(200)]
+    assert 2 <= sum(len(one.further) for one in drawn) <= 25

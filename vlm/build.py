@@ -284,6 +284,10 @@ def build_local_pipeline(
     options: EngineOptions, *, variant: Variant = "fast", preprocess: PreprocessStage | None = None
 ) -> Pipeline:
     """Everything in this process: for one-off commands and tests."""
+    if options.engine == "openai":
+        from vlm.upstream.compose import upstream_pipeline
+
+        return upstream_pipeline(options)
     options = pinned(options)
     foreign = _foreign_spec(options)
     if foreign is not None:
@@ -354,6 +358,12 @@ def build_served_pipeline(config: ServeConfig, options: EngineOptions) -> Pipeli
 
     Raises ValueError for options that can't be had here, before a process is started for them.
     """
+    if options.engine == "openai":
+        if config.remote_engine:
+            raise SettingsError("engine openai asks its own server; remote_engine must be false")
+        from vlm.upstream.compose import upstream_pipeline
+
+        return upstream_pipeline(options, image_limits(config), config.image_deadline_s)
     check_storage(options)
     if config.broker or config.store:
         from workers.cluster.redis_client import check_access

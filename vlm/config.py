@@ -28,10 +28,23 @@ Rate = Annotated[int, Between(0, 1_000_000)]
 RedisUrl = Annotated[
     str, Form(r"|(redis|rediss|unix|memory)://.*", "a redis:// URL, or empty", is_secret=True)
 ]
+EngineName = Literal["auto", "native", "transformers", "openai"]
+EngineUrl = Annotated[
+    str, Form(r"|https?://[^/\s?#@]+(/[^\s?#]*)?", "an http:// or https:// URL without a password, or empty")
+]
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s,]+"
 Origins = Annotated[
     str,
     Form(rf"|\*|\s*{_ORIGIN}(\s*,\s*{_ORIGIN})*\s*", "origins such as https://app.example, without a path"),
+]
+_HOST = r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?"
+HostNames = Annotated[
+    str,
+    Form(rf"|\s*{_HOST}(\s*,\s*{_HOST})*\s*", "names such as images.example, *.cdn.example, or empty"),
+]
+_NETWORK = r"[0-9A-Fa-f.:]+(/\d{1,3})?"
+Networks = Annotated[
+    str, Form(rf"|\s*{_NETWORK}(\s*,\s*{_NETWORK})*\s*", "networks such as 10.1.0.0/16, or empty")
 ]
 # a path that is also the API's own could not be told from it
 RootPath = Annotated[
@@ -49,7 +62,10 @@ class EngineOptions(Checked):
 
     model: Annotated[str, Form(r"(?s).+", "not empty")] = DEFAULT_MODEL  # a Hugging Face checkpoint directory
     # auto: transformers where no family claims the model
-    engine: Literal["auto", "native", "transformers"] = "auto"
+    engine: EngineName = "auto"
+    engine_url: EngineUrl = ""  # of the server that engine openai asks
+    engine_model: str = ""  # the model's name there; empty: the first that it lists
+    engine_key_file: str = ""  # holds its API key; empty: the variable VLM_ENGINE_KEY, or none
     backend: Literal["auto", "torch", "native"] = "auto"  # of the decoder; auto: native where it runs
     device: Annotated[str, Form(r"[a-z]+(:\d+)?", "cpu, cuda, cuda:1 or the like")] = "cpu"  # for all of it
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and activations
@@ -116,7 +132,13 @@ class ServeConfig(Checked):
     tokens_per_minute: Annotated[int, Between(0, 10**9)] = 0  # of prompts and answers, per key; likewise
     tls_certfile: str = ""  # PEM chain, read again at SIGHUP; empty: plain HTTP
     tls_keyfile: str = ""  # PEM key; empty: it stands in tls_certfile
-    allow_urls: bool = False  # fetch http(s) images on clients' behalf
+    allow_urls: bool = False  # fetch http(s) images of the public internet on clients' behalf
+    allow_image_hosts: HostNames = (
+        ""  # comma-separated: fetch from these alone; *.name takes what is below it
+    )
+    allow_image_networks: Networks = (
+        ""  # comma-separated, such as 10.1.0.0/16: fetch from these addresses too
+    )
     fetch_deadline_s: Seconds = 10.0  # to fetch one image
     root_path: RootPath = ""  # path under which a proxy shows this server; it may cut it off or not
     cors_origins: Origins = ""  # comma-separated; empty: no cross-origin requests
@@ -136,6 +158,10 @@ class ServeConfig(Checked):
     response_ttl_s: Annotated[float, Between(1, 366 * 86_400)] = 3600.0  # a stored response's lifetime
     log_format: Literal["auto", "json", "plain"] = "auto"  # auto: plain on a terminal, else json
     traces: bool = False  # OpenTelemetry spans over the stages; needs the extra [trace]
+
+    @property
+    def fetches_urls(self) -> bool:
+        return self.allow_urls or bool(self.allow_image_hosts.strip() or self.allow_image_networks.strip())
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:

@@ -76,6 +76,14 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """What a prompt is made from."""
+
+    messages: tuple[ChatMessage, ...]
+    rendering: Rendering
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedImage:
     """An image whose cost is known; nothing was decoded."""
 
@@ -125,12 +133,15 @@ class Pipeline:
         engine: EngineClient,
         limits: ImageLimits | None = None,
         image_deadline_s: float = 60.0,
+        sends_chats: bool = False,
     ) -> None:
+        """sends_chats: the engine is given the messages beside their prompt."""
         self.spec = spec
         self.preprocess = preprocess
         self.engine = engine
         self.limits = limits or ImageLimits()
         self.image_deadline_s = image_deadline_s
+        self._sends_chats = sends_chats
         self._flights: dict[VisualKey, _Flight] = {}
 
     async def start(self) -> None:
@@ -184,7 +195,8 @@ class Pipeline:
         prompt = self.spec.prompt_builder.build(planned, rendering)
         # an answer that is gone on with has its spaces where they are
         params = replace(self._fit(prompt, params), drop_leading_space=not rendering.continues_last)
-        request = Request(request_id, prompt, params, priority, namespace)
+        chat = Chat(tuple(messages), rendering) if self._sends_chats else None
+        request = Request(request_id, prompt, params, priority, namespace, chat)
         return PreparedRequest(request, tuple(images), started)
 
     def prepare_text(

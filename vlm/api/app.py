@@ -36,6 +36,7 @@ from vlm.api.responses import errors
 from vlm.api.service import Service
 from vlm.api.storage import file_routes
 from vlm.api.storage import image_routes as images
+from vlm.api.storage.addresses import AllowedOrigins
 from vlm.api.storage.fetch import Fetcher
 from vlm.api.storage.files import FileStore, default_data_dir
 from vlm.api.storage.image_store import open_images
@@ -65,7 +66,12 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
             max_total_bytes=config.max_files_mb * MEBIBYTE,
         ),
         stored=ResponseStore(config.max_responses, config.responses_mb * MEBIBYTE, config.response_ttl_s),
-        fetcher=Fetcher(config.fetch_deadline_s),
+        fetcher=Fetcher(
+            config.fetch_deadline_s,
+            allowed=AllowedOrigins.of(
+                config.allow_image_hosts, config.allow_image_networks, allow_urls=config.allow_urls
+            ),
+        ),
         documents=DocumentPages(pipeline.limits),
         traces=make_traces(config.traces),
         started_at=int(time.time()),

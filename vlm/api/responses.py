@@ -232,6 +232,7 @@ class ModelCard(ApiModel):
     owned_by: str
     context_length: int
     tokens_per_tile: int | None  # null where each image is one tile of its own size
+    revision: str  # of the checkpoint: equal ones answer alike
 
 
 class ModelList(ApiModel):

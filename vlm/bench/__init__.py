@@ -15,6 +15,7 @@ BENCHMARKS = {
     "quantise": "accuracy, bytes and speed of smaller weights and KV caches",
 }
 PARTS = {
+    "accuracy": ("domain", "plausible", "hand"),
     "engine": ("scheduling", "span", "restart"),
     "decode": ("small", "gemma3"),
     "caption": ("pages", "orders", "reading", "beside", "kills", "memory"),

@@ -1,4 +1,7 @@
-"""What the default model answers through the service's own path, on documents that training never drew."""
+"""What the default model answers through the service's own path, on documents that training never drew.
+
+Parts: the narrow domain; plausible documents, asked in both orders of text and image; pages laid out by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from typing import Any
 from PIL import Image
 
 from llm.request import SamplingParams
+from vlm.bench import PARTS
 from vlm.bench.harness.bench_pages import encode
 from vlm.bench.harness.results import report, result, say
+from vlm.bench.reading.hand import hand_documents
+from vlm.bench.reading.orders import false_absences, summarise_orders
 from vlm.build import build_local_pipeline
 from vlm.caption.presets import make_question
 from vlm.cli.ask import answer, answer_messages
 from vlm.config import DEFAULT_MODEL, EngineOptions
-from vlm.train.drawing.documents import Document, preset_questions
-from vlm.train.evaluate import Report, evaluate, held_out_documents, share
+from vlm.pipeline import ChatMessage, ImageInput
+from vlm.train.drawing.documents import Document, Question, preset_questions
+from vlm.train.evaluate import Report, evaluate, held_out_documents, plausible_documents, share
 
 SALES = ("receipt", "invoice")
 PARAMS = SamplingParams(max_tokens=128)
@@ -35,6 +42,12 @@ class Answerer:
 
     def __call__(self, image: Image.Image, question: str) -> str:
         told = answer(self._pipeline, [encode(image, "PNG")], question, PARAMS)
+        return self._loop.run_until_complete(told).answer.strip()
+
+    def before(self, image: Image.Image, question: str) -> str:
+        """As a client asks that writes the question before the image."""
+        message = ChatMessage("user", (question, ImageInput(encode(image, "PNG"))))
+        told = answer_messages(self._pipeline, question, [message], PARAMS)
         return self._loop.run_until_complete(told).answer.strip()
 
     def preset(self, image: Image.Image, name: str) -> str:
@@ -61,19 +74,31 @@ def _told(documents: Sequence[Document]) -> Iterator[Document]:
         yield document
 
 
-def measure(options: EngineOptions, count: int, blank: bool = True) -> tuple[Report, dict[str, float]]:
+def measure(answerer: Answerer, count: int, blank: bool = True) -> tuple[Report, dict[str, float]]:
     """Every question of `count` held-out documents, and of a blank page; exact match of the presets."""
     documents = list(held_out_documents(count))
-    answerer = Answerer(options)
-    try:
-        found = evaluate(answerer, _told(documents), blank=blank)
-        hits: dict[str, list[bool]] = {"fields": [], "summary": []}
-        for document in documents:
-            for question in preset_questions(document):
-                hits[question.kind].append(answerer.preset(document.image, question.kind) == question.answer)
-    finally:
-        answerer.close()
+    found = evaluate(answerer, _told(documents), blank=blank)
+    hits: dict[str, list[bool]] = {"fields": [], "summary": []}
+    for document in documents:
+        for question in preset_questions(document):
+            hits[question.kind].append(answerer.preset(document.image, question.kind) == question.answer)
     return found, {name: sum(right) / len(right) for name, right in hits.items() if right}
+
+
+def both_orders(answerer: Answerer, name: str, documents: Sequence[Document]) -> dict[str, dict[str, Any]]:
+    """Figures of part `name`: all questions but those about a line, behind the image and before it."""
+
+    def wanted(question: Question) -> bool:
+        return question.kind != "line"
+
+    behind = evaluate(answerer, _told(documents), wanted, blank=True)
+    before = evaluate(answerer.before, _told(documents), wanted)
+    _show(behind)
+    return summarise_orders(name, behind, before) | {
+        f"{name}_false_absent": result(
+            false_absences(behind), "answers", before=round(false_absences(before), 4)
+        )
+    }
 
 
 def summarise(found: Report, presets: dict[str, float]) -> dict[str, dict[str, Any]]:
@@ -92,10 +117,28 @@ def summarise(found: Report, presets: dict[str, float]) -> dict[str, dict[str, A
     return results | {f"preset_{name}": result(value, "exact") for name, value in presets.items()}
 
 
-def run(quick: bool = False, model: str | Path = DEFAULT_MODEL) -> dict[str, Any]:
-    """500 documents of the whole domain, 60 if `quick`; the table by kind goes to stderr."""
-    found, presets = measure(EngineOptions(model=str(model)), 60 if quick else 500)
+def _show(found: Report) -> None:
     say(found.table())
     for failure in found.failures[:12]:
         say(f"{failure.kind}: {failure.question!r} {failure.expected!r} was answered {failure.answered!r}")
-    return report("accuracy", summarise(found, presets))
+
+
+def run(
+    quick: bool = False, model: str | Path = DEFAULT_MODEL, parts: Sequence[str] = PARTS["accuracy"]
+) -> dict[str, Any]:
+    """500 documents of the domain and 500 plausible ones, 60 each if `quick`; tables by kind go to stderr."""
+    count = 60 if quick else 500
+    results: dict[str, dict[str, Any]] = {}
+    answerer = Answerer(EngineOptions(model=str(model)))
+    try:
+        if "domain" in parts:
+            found, presets = measure(answerer, count)
+            _show(found)
+            results |= summarise(found, presets)
+        if "plausible" in parts:
+            results |= both_orders(answerer, "plausible", list(plausible_documents(count)))
+        if "hand" in parts:
+            results |= both_orders(answerer, "hand", list(hand_documents()))
+    finally:
+        answerer.close()
+    return report("accuracy", results)

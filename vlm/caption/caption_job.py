@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llm.request import RequestError
 from llm.storage import KvOption, WeightOption
@@ -24,17 +24,19 @@ from vlm.caption.input_documents import DocumentReader
 from vlm.caption.inputs import Skipped, check_arguments, find_sources
 from vlm.caption.journal import Journal
 from vlm.caption.output import STDOUT, Output, opened_output
-from vlm.caption.page_answers import EngineGone, PageAnswerer, Start
+from vlm.caption.page_answers import EngineGone, PageAnswerer, Start, ask_model
 from vlm.caption.presets import PageQuestion
+from vlm.caption.remote_pages import RemotePages
 from vlm.caption.rows import RowContext
 from vlm.caption.stats import RunStats
 from vlm.caption.views.formats import Format
-from vlm.cli.errors import FAILURE, INTERRUPTED, PARTIAL, CommandError
+from vlm.cli.errors import BAD_INPUT, FAILURE, INTERRUPTED, PARTIAL, CommandError
 from vlm.cli.file_names import as_text
-from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineOptions
+from vlm.config import DEFAULT_MODEL, KV_CACHE_MB, EngineName, EngineOptions
 from vlm.foreign.engine_choice import takes_transformers
 from vlm.model_source import ModelSource
 from vlm.pipeline import ChatMessage, Pipeline
+from vlm.remote.remote_server import ServerError
 from vlm.spec import ModelSpec
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.stages import StageUnavailable
@@ -82,7 +84,7 @@ def engine_options(
     threads: int,
     question: PageQuestion,
     *,
-    engine: Literal["auto", "native", "transformers"] = "auto",
+    engine: EngineName = "auto",
     weights: WeightOption = "auto",
     kv: KvOption = "auto",
 ) -> EngineOptions:
@@ -97,7 +99,7 @@ def engine_options(
         kv=kv,
         max_pixels=question.max_pixels,
     )
-    if takes_transformers(options, ModelSource.parse(model)):
+    if options.engine == "openai" or takes_transformers(options, ModelSource.parse(model)):
         return options
     spec = ModelSpec.load(options.model, kv=options.kv_storage, max_pixels=options.pixel_cap)
     page_tokens = question.prompt_for(spec, _LARGE_SIDE).num_tokens + question.params.max_tokens
@@ -108,7 +110,7 @@ def engine_options(
     return replace(options, kv_cache_mb=min(options.kv_cache_mb or KV_CACHE_MB, needed_mb))
 
 
-def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str, Any]:
+def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline | RemotePages]) -> dict[str, Any]:
     """The whole command. Returns the summary; raises `CommandError` for every end but a clean one."""
     check_arguments(job.inputs)
     steady_memory()
@@ -120,6 +122,8 @@ def run_job(job: CaptionJob, make_pipeline: Callable[[], Pipeline]) -> dict[str,
             raise
         at_fault = error.filename if isinstance(error.filename, str) else job.output
         raise CommandError(f"{at_fault}: {error.strerror or 'input/output error'}", FAILURE) from None
+    except ServerError as error:
+        raise CommandError(error.message, BAD_INPUT if error.is_clients else FAILURE) from None
     except (EngineGone, EngineUnavailable, StageUnavailable) as error:
         raise CommandError(f"{error}{_go_on(job)}", FAILURE) from None
     if not job.quiet:
@@ -144,7 +148,7 @@ def _go_on(job: CaptionJob) -> str:
 
 
 async def make_run(
-    pipeline: Pipeline,
+    pipeline: Pipeline | RemotePages,
     journal: Journal,
     renderer: PageRenderer,
     question: PageQuestion,
@@ -152,21 +156,24 @@ async def make_run(
     start: Start | None = None,
 ) -> CaptionRun:
     """A run over a pipeline that is started already, or by `start` when a page needs it."""
-    spec = pipeline.spec
-    question = question.resolved(spec)
-    revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
+    if isinstance(pipeline, RemotePages):
+        question, name, revision = await pipeline.describe(question)
+    else:
+        spec = pipeline.spec
+        question, name = question.resolved(spec), as_text(spec.name)
+        revision = await asyncio.to_thread(model_revision, spec.directory, spec.revision)
     return CaptionRun(
         PageAnswerer(pipeline, journal, start=start) if start else PageAnswerer(pipeline, journal),
         journal,
         DocumentReader(renderer, pipeline.limits, renderer.limits),
         question,
-        RowContext(question.digest, question.preset, as_text(spec.name), revision),
+        RowContext(question.digest, question.preset, name, revision),
         options,
     )
 
 
 async def _run(
-    job: CaptionJob, output: Output, make_pipeline: Callable[[], Pipeline]
+    job: CaptionJob, output: Output, make_pipeline: Callable[[], Pipeline | RemotePages]
 ) -> tuple[dict[str, Any], list[str]]:
     """(the summary, examples of files that are no documents)"""
     pipeline = make_pipeline()
@@ -199,14 +206,13 @@ async def _run(
     return summary(run.stats, skipped, str(job.output), finished=finished), skipped.examples
 
 
-async def _check_constraint(pipeline: Pipeline, question: PageQuestion) -> None:
+async def _check_constraint(pipeline: Pipeline | RemotePages, question: PageQuestion) -> None:
     """One token of a text-only answer: a schema that the engine refuses ends the run, not every page."""
     if question.params.constraint is None:
         return
     messages = [ChatMessage("user", (question.prompt,))]
     try:
-        prepared = pipeline.prepare("schema-check", messages, replace(question.params, max_tokens=1))
-        await pipeline.answer(prepared)
+        await ask_model(pipeline, "schema-check", messages, replace(question.params, max_tokens=1))
     except (RequestError, AnswerFailed) as error:
         raise CommandError(f"the schema can't be used: {error}") from None
 

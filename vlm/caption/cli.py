@@ -12,21 +12,27 @@ from vlm.cli.options import (
     ENGINE,
     EncoderDtype,
     EngineChoice,
+    EngineModel,
+    EngineUrlOption,
     Json,
     Kv,
     MaxPixels,
     Model,
     Store,
     Threads,
+    Url,
     Weights,
+    check_remote,
     setting,
 )
 from vlm.config import ServeConfig
 
 _SERVE = ServeConfig()
+_REMOTE_WINDOW = 24  # pages under way at a server: what its engine runs by default, and half more
 
 
 def caption_command(
+    context: typer.Context,
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -51,6 +57,7 @@ def caption_command(
             help="Default: by the output's suffix, else jsonl. md, or markdown, turns DocTags into Markdown.",
         ),
     ] = None,
+    url: Url = None,
     model: Model = "default",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; the preset has its own.")
@@ -66,6 +73,8 @@ def caption_command(
     store: Store = _SERVE.store,
     threads: Threads = ENGINE.threads,
     engine: EngineChoice = ENGINE.engine,
+    engine_url: EngineUrlOption = ENGINE.engine_url,
+    engine_model: EngineModel = ENGINE.engine_model,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
@@ -86,6 +95,8 @@ def caption_command(
     from vlm.caption.caption_job import CaptionJob, engine_options, run_job
     from vlm.caption.caption_runner import RunOptions
     from vlm.caption.presets import make_question, read_schema
+    from vlm.caption.remote_pages import PATIENCE_S, RemotePages
+    from vlm.remote.remote_server import RemoteServer
 
     question = make_question(
         preset=preset,
@@ -98,10 +109,16 @@ def caption_command(
         seed=seed,
         temperature=temperature,
     )
+    form = "md" if form == "markdown" else form
+    named = check_remote(context, url)
+    if url is not None:
+        run = RunOptions(window=window or _REMOTE_WINDOW, retry_errors=retry_errors)
+        job = CaptionJob(inputs, output, question, form, run, quiet=quiet, as_json=as_json)
+        run_job(job, lambda: RemotePages(RemoteServer(url, PATIENCE_S), max_pixels, named))
+        return
     options = engine_options(model, threads, question, engine=engine, weights=weights, kv=kv)
-    options = replace(options, encoder_dtype=encoder_dtype)
+    options = replace(options, encoder_dtype=encoder_dtype, engine_url=engine_url, engine_model=engine_model)
     config = ServeConfig(broker=broker, store=store, decode_processes=decode_processes)
     run = RunOptions(window=window or options.max_running * 3 // 2, retry_errors=retry_errors)
-    form = "md" if form == "markdown" else form
     job = CaptionJob(inputs, output, question, form, run, quiet=quiet, as_json=as_json)
     run_job(job, lambda: build_served_pipeline(config, options))

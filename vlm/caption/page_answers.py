@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from llm.request import Failed, RequestError, SamplingParams
+from llm.request import Failed, Priority, RequestError, SamplingParams
 from preprocess.types import ImageError
 from vlm.caption.journal import Journal
+from vlm.caption.remote_pages import RemotePages
 from vlm.caption.rows import (
     INTERNAL,
     RETRIED_CODES,
@@ -24,6 +25,7 @@ from vlm.caption.rows import (
 )
 from vlm.cli.file_names import one_line
 from vlm.pipeline import ChatMessage, Pipeline
+from vlm.remote.remote_server import ServerError
 from workers.contract.engine_client import EngineUnavailable
 from workers.contract.streams import AnswerFailed, WholeAnswer
 
@@ -62,6 +64,19 @@ class Start:
                 self._task.exception()  # mark it as retrieved
 
 
+async def ask_model(
+    model: Pipeline | RemotePages,
+    request_id: str,
+    messages: Sequence[ChatMessage],
+    params: SamplingParams,
+    priority: Priority = "interactive",
+) -> WholeAnswer:
+    """Raises what preparing and answering raise."""
+    if isinstance(model, RemotePages):
+        return await model.answer(model.prepare(request_id, messages, params, priority=priority))
+    return await model.answer(model.prepare(request_id, messages, params, priority=priority))
+
+
 async def _started_already() -> None:
     return
 
@@ -86,7 +101,7 @@ class PageAnswerer:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Pipeline | RemotePages,
         journal: Journal,
         engine_wait_s: float = 120.0,
         start: Callable[[], Awaitable[None]] = _started_already,
@@ -166,12 +181,13 @@ class PageAnswerer:
     async def _attempt(self, work: PageWork) -> WholeAnswer | Failed:
         request_id = f"page-{uuid.uuid4().hex}"
         try:
-            prepared = self._pipeline.prepare(request_id, work.messages, work.params, priority="batch")
-            return await self._pipeline.answer(prepared)
+            return await ask_model(self._pipeline, request_id, work.messages, work.params, "batch")
         except AnswerFailed as error:
             return error.failure
         except (ImageError, RequestError) as error:
             return Failed(request_id, error.code, error.message)
+        except ServerError as error:
+            raise EngineGone(error.message) from None
         except EngineUnavailable:
             return Failed(request_id, "engine_unavailable", "The engine was not available.")
 

@@ -1,9 +1,10 @@
-"""`vlm ask`: questions about images, answered in this process."""
+"""`vlm ask`: questions about images, answered in this process or by a running server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import uuid
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from vlm.cli.errors import BAD_INPUT, FAILURE, CommandError
 from vlm.cli.images import check_stdin, name_of, naming, read_image
 from vlm.config import EngineOptions, ServeConfig
 from vlm.pipeline import ChatMessage, ImageFailed, ImageInput, Pipeline
+from vlm.remote.chat_body import chat_body, document_part
+from vlm.remote.remote_server import RemoteServer, ServerError
 from vlm.requests.documents import DocumentPages
 from vlm.requests.page_range import ALL, PageRange
 from workers.contract.streams import AnswerFailed
@@ -132,6 +135,49 @@ async def _pages(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers. max_pixels: of an image that its model takes whole; 0: the server's own."""
+
+    url: str
+    model: str | None = None
+    max_pixels: int = 0
+
+
+async def _ask_remotely(
+    remote: RunningServer,
+    images: Sequence[tuple[Path, bytes]],
+    questions: Sequence[str],
+    params: SamplingParams,
+    pages: str | None,
+) -> list[Reply]:
+    server = RemoteServer(remote.url)
+    replies = []
+    try:
+        for question in questions:
+            body = chat_body([ChatMessage("user", (question,))], params)
+            body["messages"][0]["content"][:0] = [document_part(data, pages) for _, data in images]
+            if remote.model is not None:
+                body["model"] = remote.model
+            if remote.max_pixels:
+                body["mm_processor_kwargs"] = {"max_pixels": remote.max_pixels}
+            whole = await server.answer(body)
+            reason = whole.choices[0].finish_reason
+            replies.append(Reply(question, whole.text.strip(), reason, whole.usage, whole.timings))
+    except ServerError as error:
+        raise CommandError(_told(error, images), BAD_INPUT if error.is_clients else FAILURE) from None
+    finally:
+        await server.close()
+    return replies
+
+
+def _told(error: ServerError, images: Sequence[tuple[Path, bytes]]) -> str:
+    """With the image's name where the server names its place."""
+    found = re.match(r"messages\[0\]\.content\[(\d+)\]", error.param or "")
+    at = int(found[1]) if found else len(images)
+    return f"{name_of(images[at][0])}: {error.message}" if at < len(images) else error.message
+
+
 def stats_line(answer: Reply) -> str:
     usage, timings = answer.usage, answer.timings
     return (
@@ -146,7 +192,7 @@ def stats_line(answer: Reply) -> str:
 def ask(
     positionals: Sequence[str],
     questions: Sequence[str],
-    options: EngineOptions,
+    answers_by: EngineOptions | RunningServer,
     params: SamplingParams,
     *,
     as_json: bool = False,
@@ -164,7 +210,10 @@ def ask(
     except ValueError as error:
         raise CommandError(f"--pages {pages}: {error}") from None
     images = [(path, read_image(path)) for path in paths]
-    answers = asyncio.run(_ask_all(options, images, asked, params, wanted))
+    if isinstance(answers_by, RunningServer):
+        answers = asyncio.run(_ask_remotely(answers_by, images, asked, params, pages))
+    else:
+        answers = asyncio.run(_ask_all(answers_by, images, asked, params, wanted))
     if as_json:
         print(json.dumps({"answers": [a.to_json() for a in answers]}, ensure_ascii=False))
         return

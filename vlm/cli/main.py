@@ -15,13 +15,19 @@ from vlm.cli.options import (
     ENGINE,
     EncoderDtype,
     EngineChoice,
+    EngineModel,
+    EngineUrlOption,
     Json,
     Kv,
+    KvDisk,
+    KvDiskMb,
     MaxPixels,
     Model,
     Store,
     Threads,
+    Url,
     Weights,
+    check_remote,
     engine_options,
     given_options,
     setting,
@@ -95,6 +101,7 @@ def root(
 
 @app.command()
 def ask(
+    context: typer.Context,
     images: Annotated[
         list[str],
         typer.Argument(
@@ -108,6 +115,7 @@ def ask(
             "-q", "--question", help="A question; may be repeated. All positionals are images then."
         ),
     ] = [],  # noqa: B006
+    url: Url = None,
     model: Model = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
@@ -132,6 +140,8 @@ def ask(
     from vlm.cli import ask as command
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    named = check_remote(context, url)
+    remote = None if url is None else command.RunningServer(url, named, max_pixels)
     options = engine_options(
         model,
         threads=threads,
@@ -141,7 +151,7 @@ def ask(
         encoder_dtype=encoder_dtype,
         max_pixels=max_pixels,
     )
-    command.ask(images, question, options, params, as_json=as_json, stats=stats, pages=pages)
+    command.ask(images, question, remote or options, params, as_json=as_json, stats=stats, pages=pages)
 
 
 @app.command()
@@ -254,8 +264,12 @@ def serve(
     ] = SERVE.tls_keyfile,
     threads: Threads = ENGINE.threads,
     engine: EngineChoice = ENGINE.engine,
+    engine_url: EngineUrlOption = ENGINE.engine_url,
+    engine_model: EngineModel = ENGINE.engine_model,
     weights: Weights = ENGINE.weights,
     kv: Kv = ENGINE.kv,
+    kv_disk: KvDisk = ENGINE.kv_disk,
+    kv_disk_mb: KvDiskMb = ENGINE.kv_disk_mb,
     encoder_dtype: EncoderDtype = ENGINE.encoder_dtype,
     max_pixels: MaxPixels = ENGINE.max_pixels,
     allow_public: Annotated[
@@ -271,6 +285,7 @@ def serve(
 
     Example: vlm serve --port 8000
     Example: VLM_API_KEYS=my-secret-key vlm serve --host 0.0.0.0
+    Example: vlm serve --model Qwen/Qwen2.5-VL-3B-Instruct --engine openai --engine-url http://127.0.0.1:8080
     """
     from vlm.cli.serve_command import serve_command
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llm.storage import KvOption, WeightOption
-from vlm.config import DEFAULT_MODEL, EngineOptions
+from vlm.cli.errors import CommandError
+from vlm.config import DEFAULT_MODEL, EngineName, EngineOptions
 from vlm.settings import bounds
 
 ENGINE = EngineOptions()
@@ -65,9 +66,53 @@ MaxPixels = Annotated[
     ),
 ]
 EngineChoice = Annotated[
-    Literal["auto", "native", "transformers"],
-    typer.Option(help="What runs the model. auto: transformers where no family claims it."),
+    EngineName,
+    typer.Option(
+        help="What runs the model. auto: transformers where no family claims it. openai: the server at "
+        "--engine-url; of --model only configuration and tokenizer are read."
+    ),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(help="http://host:port of a running server that answers instead; VLM_API_KEY has its key."),
+]
+_OF_AN_ENGINE = (
+    *("threads", "engine", "engine_url", "weights", "kv", "encoder_dtype"),
+    *("engine_model", "broker", "store", "decode_processes", "kv_disk", "kv_disk_mb"),
+)
+
+
+def check_remote(context: typer.Context, url: str | None) -> str | None:
+    """With `url`: the model that was named, if any. Raises CommandError for options that are the server's."""
+    given = given_options(context)
+    if url is None:
+        return None
+    if theirs := [name for name in _OF_AN_ENGINE if name in given]:
+        raise CommandError(f"--{theirs[0].replace('_', '-')} is the server's own setting: not with --url")
+    model = given.get("model")
+    return None if model == "default" else model
+
+
+EngineUrlOption = Annotated[
+    str,
+    typer.Option(
+        "--engine-url",
+        help="http(s)://...: a server with OpenAI's chat completions, for --engine openai. Its key is read "
+        "from the variable VLM_ENGINE_KEY.",
+    ),
+]
+EngineModel = Annotated[
+    str, typer.Option("--engine-model", help="The model's name there. Default: the first that it lists.")
+]
+KvDisk = Annotated[
+    str,
+    typer.Option(
+        "--kv-disk",
+        metavar="DIR",
+        help="Keep KV blocks and visual tokens of images in files, across restarts.",
+    ),
+]
+KvDiskMb = Annotated[int, setting(EngineOptions, "kv_disk_mb", "Most of them, in MiB.")]
 DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 

@@ -15,6 +15,8 @@ from vlm.cli.options import (
     Dtype,
     EncoderDtype,
     Kv,
+    KvDisk,
+    KvDiskMb,
     Model,
     Store,
     Threads,
@@ -97,6 +99,8 @@ def worker_generate(
     kv_cache_mb: Annotated[
         int, setting(EngineOptions, "kv_cache_mb", "Memory for KV blocks; 0: 512, on a GPU what is free.")
     ] = ENGINE.kv_cache_mb,
+    kv_disk: KvDisk = ENGINE.kv_disk,
+    kv_disk_mb: KvDiskMb = ENGINE.kv_disk_mb,
     max_running: Annotated[
         int, setting(EngineOptions, "max_running", "Sequences decoded together.")
     ] = ENGINE.max_running,
@@ -118,6 +122,8 @@ def worker_generate(
         weights=weights,
         kv=kv,
         kv_cache_mb=kv_cache_mb,
+        kv_disk=kv_disk,
+        kv_disk_mb=kv_disk_mb,
         max_running=max_running,
     )
     options = pinned(options)

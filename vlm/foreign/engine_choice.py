@@ -49,7 +49,7 @@ def only_in_transformers(config: Json) -> bool:
 
 def takes_transformers(options: EngineOptions, source: ModelSource) -> bool:
     """Raises SettingsError where transformers is to run what it can't, or as it can't."""
-    if options.engine == "native" or source.tower:
+    if options.engine in ("native", "openai") or source.tower:
         if options.engine == "transformers":
             raise SettingsError(
                 "an open_clip tower has no class in transformers; engine must be native or auto"

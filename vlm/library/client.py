@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import httpx
 
 from vlm.library.answers import Answer, Ask, Cost, Image, VlmError
-
-_MEDIA_TYPES = ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"GIF8", "image/gif"))
+from vlm.pipeline import ChatMessage, ImageInput
+from vlm.remote.chat_body import chat_body
 
 
 class AsyncClient:
@@ -93,31 +92,10 @@ class AsyncClient:
 
 
 def _body(ask: Ask) -> dict[str, Any]:
-    params = ask.question.params
-    content = [
-        *(
-            {"type": "image_url", "image_url": {"url": _uri(data), "detail": ask.detail}}
-            for data in ask.images
-        ),
-        {"type": "text", "text": ask.question.prompt},
-    ]
-    system = [] if ask.system is None else [{"role": "system", "content": ask.system}]
-    body: dict[str, Any] = {
-        "messages": [*system, {"role": "user", "content": content}],
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-    }
-    if params.seed is not None:
-        body["seed"] = params.seed
-    if params.constraint is not None:
-        schema = {"name": "answer", "schema": json.loads(params.constraint[1])}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return body
-
-
-def _uri(data: bytes) -> str:
-    kind = next((kind for start, kind in _MEDIA_TYPES if data.startswith(start)), "application/octet-stream")
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    images = (ImageInput(data, ask.detail) for data in ask.images)
+    system = [] if ask.system is None else [ChatMessage("system", (ask.system,))]
+    asked = ChatMessage("user", (*images, ask.question.prompt))
+    return chat_body([*system, asked], ask.question.params)
 
 
 def _error(response: httpx.Response) -> VlmError:

@@ -1,4 +1,4 @@
-"""Token sequences: one image's prompt with several questions, each seeing the image and itself.
+"""Token sequences: the prompt of images with several questions, each seeing the image and itself.
 
 The product's own prompt builder writes them; they are cut here where questions part from the image.
 """
@@ -34,7 +34,7 @@ class Sequence:
 
 
 class PromptBuilder:
-    """Chats about one image in token ids, as the service writes them."""
+    """Chats about images in token ids, as the service writes them."""
 
     def __init__(self, folder: Path) -> None:
         spec = ModelSpec.load(folder, files="text")
@@ -45,16 +45,17 @@ class PromptBuilder:
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
 
-    def _cut(self, grid: TileGrid, before: str, after: str) -> tuple[list[int], list[int]]:
-        """(all up to the image's end, all behind it) of a chat with text before and after its image."""
-        content = (before, ImagePart(grid, _KEY), after)
+    def _cut(self, grids: tuple[TileGrid, ...], before: str, after: str) -> tuple[list[int], list[int]]:
+        """(all up to the last image's end, all behind it) of a chat with text before and after its images."""
+        images = [ImagePart(grid, _KEY) for grid in grids]
+        content: list[str | ImagePart] = [before, *images, after]
         prompt = self._builder.build([Message("user", tuple(part for part in content if part))])
         end = prompt.spans[-1].start + prompt.spans[-1].length + _CLOSING
         return list(prompt.token_ids[:end]), list(prompt.token_ids[end:])
 
-    def prefix(self, grid: TileGrid, instruction: str = "") -> list[int]:
-        """Everything before the question; `instruction` leads it."""
-        return self._parts(grid, instruction, "")[0]
+    def prefix(self, *grids: TileGrid, instruction: str = "") -> list[int]:
+        """Everything before the question about the images; `instruction` leads it."""
+        return self._parts(grids, instruction, "")[0]
 
     def segment(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """(tokens of the question up to "Assistant:", tokens of the answer with its end).
@@ -62,29 +63,38 @@ class PromptBuilder:
         A JSON answer follows without a space, as a schema demands it.
         """
         space = "" if answer.startswith("{") else " "
-        asked = self._parts(_ANY_GRID, "", question)[1]
+        asked = self._parts((_ANY_GRID,), "", question)[1]
         return asked, self._tokenizer.encode(f"{space}{answer}<end_of_utterance>", starts=False)
 
-    def sequence(
-        self, grid: TileGrid, pairs: list[tuple[str, str]], instruction_first: bool = False
-    ) -> Sequence:
-        """The packed sequence of one image and its (question, answer) pairs.
+    def follow_up(self, question: str) -> list[int]:
+        """The tokens of a further question behind an answer, up to "Assistant:"."""
+        text = f"\nUser: {question}<end_of_utterance>\nAssistant:"
+        return self._tokenizer.encode(text, starts=False)
 
-        `instruction_first`: the only question is written before the image.
+    def sequence(
+        self, grids: list[TileGrid], pairs: list[tuple[str, str]], first: bool = False, turns: bool = False
+    ) -> Sequence:
+        """The packed sequence of one image or several and its (question, answer) pairs.
+
+        `first`: the only question is written before the image. `turns`: each question follows the answer to
+        the one before and sees it; all are segment 1.
         """
         instruction = ""
-        if instruction_first:
+        if first:
             ((instruction, answer),) = pairs
             pairs = [("", answer)]
-        prefix = self.prefix(grid, instruction)
+        prefix = self.prefix(*grids, instruction=instruction)
         tokens, positions = list(prefix), list(range(len(prefix)))
         segments, targets = [0] * len(prefix), [-100] * len(prefix)
         for number, (question, answer) in enumerate(pairs, 1):
             asked, answered = self.segment(question, answer)
+            if turns and number > 1:
+                asked = self.follow_up(question)
             together = asked + answered
+            start = len(tokens) if turns else len(prefix)
             tokens += together
-            positions += range(len(prefix), len(prefix) + len(together))
-            segments += [number] * len(together)
+            positions += range(start, start + len(together))
+            segments += [1 if turns else number] * len(together)
             targets += [-100] * (len(asked) - 1) + answered + [-100]
         return Sequence(
             *(np.asarray(values, dtype=np.int64) for values in (tokens, positions, segments, targets))

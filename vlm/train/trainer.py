@@ -169,8 +169,11 @@ class Trainer:
         for _ in range(stage.micro_batches):
             items = []
             for _ in range(stage.batch):
-                document, rng = batches.draw(progress.documents, self.run_seed, stage.mix, progress.levels)
-                items.append((document, batches.choose_questions(rng, document, self.builder)))
+                items.append(
+                    batches.draw_asked(
+                        progress.documents, self.run_seed, stage.mix, progress.levels, self.builder
+                    )
+                )
                 progress.documents += 1
             batch = batches.collate(items, self.builder)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):

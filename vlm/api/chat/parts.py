@@ -53,7 +53,7 @@ def read_part(service: Service, part: ContentPart, place: str) -> str | ImageRef
                 image = ImageUrl(url=image, detail="auto")
             param = f"{place}.image_url.url"
             return ImageRef(
-                parse_url(image.url, param, allow_urls=service.config.allow_urls), image.detail, param
+                parse_url(image.url, param, allow_urls=service.config.fetches_urls), image.detail, param
             )
         case "file":
             return _document(service, part.file, f"{place}.file")
@@ -73,7 +73,7 @@ def _document(service: Service, file: FileIn | None, place: str) -> ImageRef:
     source = parse_url(
         file.file_data or file.file_id or "",
         param,
-        allow_urls=service.config.allow_urls,
+        allow_urls=service.config.fetches_urls,
         is_document=True,
     )
     try:

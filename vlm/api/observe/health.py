@@ -85,6 +85,7 @@ def _card(service: Service) -> ModelCard:
         created=service.started_at,
         owned_by="vlm",
         context_length=spec.context_length,
+        revision=spec.revision,
         tokens_per_tile=spec.geometry.tokens_per_tile or None,
     )
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vlm.settings import SettingsError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -52,6 +55,41 @@ _SPECIAL_V6 = tuple(
 )
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _ISATAP = (0x0000_5EFE, 0x0200_5EFE)  # of an interface identifier, before the IPv4 address
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedOrigins:
+    """Where images may be fetched from. Without hosts, from any; networks are open beside what is public."""
+
+    hosts: tuple[str, ...] = ()
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
+    is_public: bool = True  # addresses of the public internet
+
+    @classmethod
+    def of(cls, hosts: str, networks: str, *, allow_urls: bool) -> AllowedOrigins:
+        """Both comma-separated. Raises SettingsError."""
+        named = tuple(host.strip().lower().rstrip(".") for host in hosts.split(",") if host.strip())
+        try:
+            inner = tuple(ipaddress.ip_network(part.strip()) for part in networks.split(",") if part.strip())
+        except ValueError as error:
+            raise SettingsError(f"allow_image_networks has a network that is none: {error}") from None
+        return cls(named, inner, allow_urls or bool(named))
+
+    def has_host(self, host: str) -> bool:
+        """*.name stands for all that is below it."""
+        host = host.lower().rstrip(".")
+        return not self.hosts or any(
+            host.endswith(allowed[1:]) if allowed.startswith("*.") else host == allowed
+            for allowed in self.hosts
+        )
+
+    def has_address(self, address: Address) -> bool:
+        return any(address in network for network in self.networks) or (
+            self.is_public and public_address(address)
+        )
+
+
+ANY_PUBLIC = AllowedOrigins()
 
 
 def public_address(address: Address) -> bool:

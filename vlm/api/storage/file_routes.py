@@ -13,7 +13,7 @@ from starlette.datastructures import UploadFile
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import BODY, Deleted, FileList, FileOut, errors
 from vlm.api.service import caller_of, service_of
-from vlm.api.storage.files import StoredFile, check_purpose
+from vlm.api.storage.files import LIFETIMES_S, StoredFile, check_expiry, check_purpose
 from vlm.requests.errors import ApiError, invalid
 
 router = APIRouter(route_class=ServiceRoute)
@@ -29,6 +29,12 @@ _FORM: dict[str, Any] = {
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": ["batch", "vision", "user_data"]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": LIFETIMES_S[0],
+                            "maximum": LIFETIMES_S[1],
+                        },
                     },
                 }
             }
@@ -53,9 +59,10 @@ async def upload(request: Request) -> FileOut:
         if not isinstance(part, UploadFile):
             raise invalid("missing_required_parameter", "The form has no file named 'file'.", "file")
         purpose = check_purpose(form.get("purpose"))
+        lifetime_s = check_expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
         name = (part.filename or "file")[:256]
         stored = await asyncio.to_thread(
-            service.files.add, caller_of(request).namespace, name, purpose, part.file
+            service.files.add, caller_of(request).namespace, name, purpose, part.file, lifetime_s
         )
     return _out(stored)
 

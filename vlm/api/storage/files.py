@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -24,6 +25,7 @@ from vlm.requests.errors import ApiError, invalid
 from vlm.requests.media import FILE_ID
 
 PURPOSES = ("batch", "batch_output", "vision", "user_data")
+LIFETIMES_S = (3600, 30 * 86_400)  # shortest and longest of `expires_after`, as at OpenAI
 _LEFT_S = 3600.0  # after its last change, a half file counts as abandoned
 _NOT_FOUND = ("file_not_found", "File not found.")
 
@@ -67,10 +69,8 @@ class FileStore:
 
     def path(self, namespace: str, file_id: str) -> Path:
         """Where a file's bytes lie."""
-        meta = self._meta(namespace, file_id)
-        if not meta.exists():
-            raise ApiError(404, *_NOT_FOUND)
-        return meta.with_suffix(".bin")
+        self.get(namespace, file_id)
+        return self._meta(namespace, file_id).with_suffix(".bin")
 
     def locate(self, namespace: str, file_id: str) -> tuple[Path, os.stat_result]:
         """Where a file's bytes lie, and what the system knows of them."""
@@ -81,7 +81,11 @@ class FileStore:
             raise ApiError(404, *_NOT_FOUND) from None
 
     def sweep(self) -> None:
-        """Removes what a crash left half done. Younger pieces may be another process's work."""
+        """Removes what has expired, and what a crash left half done. Younger pieces may be another process's
+        work."""
+        for meta in self._root.glob("*/file-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError, ApiError):
+                self._read(meta)
         for path in self._root.glob("*/file-*"):
             if path.suffix == ".json" or (path.suffix == ".bin" and path.with_suffix(".json").exists()):
                 continue
@@ -105,6 +109,8 @@ class FileStore:
             )
         with self._lock:
             if self.total_bytes() + self._coming_bytes + num_bytes > self._max_total_bytes:
+                self.sweep()
+            if self.total_bytes() + self._coming_bytes + num_bytes > self._max_total_bytes:
                 raise ApiError(413, "file_store_full", "The file store is full.", "file")
             self._coming_bytes += num_bytes
         try:
@@ -113,7 +119,14 @@ class FileStore:
             with self._lock:
                 self._coming_bytes -= num_bytes
 
-    def add(self, namespace: str, filename: str, purpose: str, source: BinaryIO) -> StoredFile:
+    def add(
+        self,
+        namespace: str,
+        filename: str,
+        purpose: str,
+        source: BinaryIO,
+        lifetime_s: int | None = None,
+    ) -> StoredFile:
         """Copies `source`, which can be sought in. Raises ApiError 413 for a file or a sum of files above its
         cap."""
         folder = self._folder(namespace)
@@ -129,7 +142,7 @@ class FileStore:
                     shutil.copyfileobj(source, out, 1 << 20)
                     out.flush()
                     os.fsync(out.fileno())
-                return self._publish(namespace, file_id, filename, purpose, partial)
+                return self._publish(namespace, file_id, filename, purpose, partial, lifetime_s)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -143,10 +156,18 @@ class FileStore:
         return self._publish(namespace, file_id, filename, purpose, partial)
 
     def _publish(
-        self, namespace: str, file_id: str, filename: str, purpose: str, partial: Path
+        self,
+        namespace: str,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        partial: Path,
+        lifetime_s: int | None = None,
     ) -> StoredFile:
         meta = self._meta(namespace, file_id)
-        stored = StoredFile(file_id, partial.stat().st_size, int(self._clock()), filename, purpose)
+        now = int(self._clock())
+        expires_at = None if lifetime_s is None else now + lifetime_s
+        stored = StoredFile(file_id, partial.stat().st_size, now, filename, purpose, expires_at)
         partial.rename(meta.with_suffix(".bin"))
         written = meta.with_suffix(".meta")
         with written.open("w") as out:
@@ -158,10 +179,19 @@ class FileStore:
         return stored
 
     def get(self, namespace: str, file_id: str) -> StoredFile:
+        return self._read(self._meta(namespace, file_id))
+
+    def _read(self, meta: Path) -> StoredFile:
+        """Removes a file that has expired. Raises ApiError 404 for it, and for what isn't there."""
         try:
-            return StoredFile(**json.loads(self._meta(namespace, file_id).read_text()))
+            stored = StoredFile(**json.loads(meta.read_text()))
         except FileNotFoundError:
             raise ApiError(404, *_NOT_FOUND) from None
+        if stored.expires_at is None or self._clock() < stored.expires_at:
+            return stored
+        meta.unlink(missing_ok=True)
+        meta.with_suffix(".bin").unlink(missing_ok=True)
+        raise ApiError(404, *_NOT_FOUND)
 
     def list(self, namespace: str, purpose: str | None = None) -> list[StoredFile]:
         """Newest first."""
@@ -186,3 +216,18 @@ def check_purpose(purpose: object) -> str:
     if purpose not in PURPOSES or purpose == "batch_output":
         raise invalid("invalid_value", "'purpose' must be one of batch, vision, user_data.", "purpose")
     return str(purpose)
+
+
+def check_expiry(anchor: object, seconds: object) -> int | None:
+    """A lifetime in seconds, of the form's fields `expires_after[...]`. Raises ApiError 400."""
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise invalid("invalid_value", "The anchor must be created_at.", "expires_after.anchor")
+    shortest, longest = LIFETIMES_S
+    given = int(seconds) if isinstance(seconds, str) and re.fullmatch(r"[0-9]{1,8}", seconds) else 0
+    if shortest <= given <= longest:
+        return given
+    raise invalid(
+        "invalid_value", f"A file's lifetime is {shortest} to {longest} seconds.", "expires_after.seconds"
+    )

@@ -20,11 +20,12 @@ HELD_OUT_SEED = 10**9
 
 @dataclass(frozen=True)
 class Question:
-    """One question, its exact answer, and the kind it is counted under."""
+    """One question, its exact answer, and the kind it is counted under; `others` are right as well."""
 
     kind: str
     text: str
     answer: str
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ SUMMARY = "Summarize the document in one or two sentences."
 def preset_questions(document: "Document") -> list[Question]:
     """What captioning's presets `fields` and `summary` ask of a receipt or invoice; none for other kinds."""
     known = {question.kind: question.answer for question in document.questions}
-    if "seller" not in known:
+    if not {"seller", "date", "total"} <= known.keys():
         return []
     values = {"kind": document.kind} | {name: known[name] for name in ("seller", "date", "total")}
     fields = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
@@ -110,7 +111,7 @@ def _held_out(rng: Random, seed: int) -> bool:
     return seed >= HELD_OUT_SEED and rng.random() < 0.75
 
 
-def receipt(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
+def receipt(rng: Random, seed: int, level: float) -> Document:
     """Seller, date, up to three items and a total, on a narrow (128x256) or square (256x256) page."""
     width = 128 if rng.random() < 0.6 else 256
     narrow = width == 128
@@ -123,10 +124,10 @@ def receipt(rng: Random, seed: int, level: float, wider: bool = False) -> Docume
     if rng.random() < 0.2:
         draft.lines[0], draft.lines[1] = draft.lines[1], draft.lines[0]
     questions = _sale(rng, "receipt", seller, day, items, total)
-    return _compose(rng, "receipt", Page(width, 256), draft, level, questions, wider)
+    return _compose(rng, "receipt", Page(width, 256), draft, level, questions)
 
 
-def invoice(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
+def invoice(rng: Random, seed: int, level: float) -> Document:
     """A numbered invoice of four to six lines on a square page, or of four on a wide one (256x128)."""
     wide = rng.random() < 0.4
     seller = words.seller_name(rng, 15, _held_out(rng, seed))
@@ -140,10 +141,10 @@ def invoice(rng: Random, seed: int, level: float, wider: bool = False) -> Docume
     )
     questions = _sale(rng, "invoice", seller, day, items, total)
     questions.append(Question("number", "What is the number of the invoice?", number))
-    return _compose(rng, "invoice", Page(256, 128 if wide else 256), draft, level, questions, wider)
+    return _compose(rng, "invoice", Page(256, 128 if wide else 256), draft, level, questions)
 
 
-def label(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
+def label(rng: Random, seed: int, level: float) -> Document:
     """One to four lines of free text at the size of receipts, on any of the three page shapes."""
     width, height = rng.choice([(128, 256), (256, 128), (256, 256)])
     letters = 10 if width == 128 else 16
@@ -151,7 +152,7 @@ def label(rng: Random, seed: int, level: float, wider: bool = False) -> Document
     draft = Draft(
         [(words.free_line(rng, max(4, round(letters * (0.3 + 0.7 * level)))), "") for _ in range(count)]
     )
-    return _compose(rng, "label", Page(width, height), draft, level, [], wider)
+    return _compose(rng, "label", Page(width, height), draft, level, [])
 
 
 def _compose(
@@ -161,14 +162,13 @@ def _compose(
     draft: Draft,
     level: float,
     questions: list[Question],
-    wider: bool,
 ) -> Document:
-    image, glyphs = layout.draw_lines(rng, page, draft.lines, level, wider)
+    image, glyphs = layout.draw_lines(rng, page, draft.lines, level)
     texts = draft.texts()
     return Document(kind, image, (*questions, *reading_questions(rng, texts)), tuple(glyphs), tuple(texts))
 
 
-def sign(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
+def sign(rng: Random, seed: int, level: float) -> Document:
     """One to three lines of up to nine large characters (16 to 34 px in the thumbnail), square page."""
     letters = 2 + round(7 * level)
     texts = [words.free_line(rng, letters) for _ in range(rng.randint(1, 1 + round(2 * level)))]
@@ -176,7 +176,7 @@ def sign(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
     return Document("sign", image, tuple(reading_questions(rng, texts)), tuple(glyphs), tuple(texts))
 
 
-def shape_picture(rng: Random, seed: int, level: float, wider: bool = False) -> Document:
+def shape_picture(rng: Random, seed: int, level: float) -> Document:
     """Up to three coloured shapes on a square page, with captions, counts, colours and shapes by colour."""
     drawn = shapes.choose(rng, rng.randint(1, 1 + round(2 * level)))
     questions = tuple(Question(kind, text, answer) for kind, text, answer in shapes.questions(rng, drawn))
@@ -184,7 +184,7 @@ def shape_picture(rng: Random, seed: int, level: float, wider: bool = False) -> 
     return Document("shapes", image, questions, spots=tuple(spots))
 
 
-KINDS: dict[str, Callable[[Random, int, float, bool], Document]] = {
+KINDS: dict[str, Callable[[Random, int, float], Document]] = {
     "shapes": shape_picture,
     "sign": sign,
     "label": label,
@@ -193,14 +193,13 @@ KINDS: dict[str, Callable[[Random, int, float, bool], Document]] = {
 }
 
 
-def compose_document(kind: str, seed: int, level: float = 1.0, wider: bool = False) -> Document:
-    """Document number `seed` of a kind of KINDS; `level` from 0 (easiest) to 1 (the whole domain), `wider`:
-    lines in more fonts and looser columns than the domain's."""
+def compose_document(kind: str, seed: int, level: float = 1.0) -> Document:
+    """Document number `seed` of a kind of KINDS; `level` from 0 (easiest) to 1 (the whole domain)."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of document; known: {', '.join(KINDS)}")
     if not 0.0 <= level <= 1.0:
         raise ValueError("level must lie between 0 and 1")
-    return KINDS[kind](Random(f"{kind}/{seed}/{level:.3f}"), seed, level, wider)
+    return KINDS[kind](Random(f"{kind}/{seed}/{level:.3f}"), seed, level)
 
 
 def make_document(kind: str, seed: int, level: float = 1.0) -> tuple[Image.Image, list[tuple[str, str]]]:

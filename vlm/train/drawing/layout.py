@@ -9,7 +9,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from vlm.train.drawing.fonts import FAMILIES, FURTHER, font
+from vlm.train.drawing.fonts import FAMILIES, font
 
 LINE_PITCH = 32
 HALF_CAPITAL = 0.365  # of the font size: DejaVu's capitals are 0.729 high
@@ -72,23 +72,19 @@ class Canvas:
 
 
 def draw_lines(
-    rng: Random, page: Page, lines: list[tuple[str, str]], level: float, wider: bool = False
+    rng: Random, page: Page, lines: list[tuple[str, str]], level: float
 ) -> tuple[Image.Image, list[Glyph]]:
-    """Lines of 16 to 20 px text, one font a page; the second part of a line is right-aligned.
-
-    `wider`: in any font of training, and the second part may follow the first after a few spaces.
-    """
+    """Lines of 16 to 20 px text, one font a page; the second part of a line is right-aligned."""
     paper, ink = colours(rng)
     canvas = Canvas(page, rng.choice([1, 1, 2]), paper)
-    family = rng.choice(list(FAMILIES | FURTHER if wider else FAMILIES))
+    family = rng.choice(list(FAMILIES))
     size = rng.randint(16, 20)
-    spaces = " " * rng.randint(1, 3) if wider else " "
     room = page.width - 6
     while size > 14 and max(canvas.width_of(f"{a} {b}".strip(), family, size) for a, b in lines) > room:
         size -= 1
     widest = max(canvas.width_of(f"{a} {b}".strip(), family, size) for a, b in lines)
     margin = rng.randint(3, max(3, min(int((page.width - widest) / 2), 14)))
-    flush = rng.random() < (0.4 if wider else 0.7) or (page.width == 128 and not wider)
+    flush = rng.random() < 0.7 or page.width == 128
     centred = rng.random() < 0.2
     slots = page.height // LINE_PITCH
     spare = (slots - len(lines)) * 2
@@ -98,7 +94,7 @@ def draw_lines(
         y = max(first + LINE_PITCH * index + rng.uniform(-slack, slack), 8.0)
         if right:
             canvas.write(left, margin, y, family, size, ink)
-            gap = canvas.width_of(f"{left}{spaces}", family, size)
+            gap = canvas.width_of(f"{left} ", family, size)
             right_x = page.width - margin - canvas.width_of(right, family, size)
             canvas.write(right, max(right_x, margin + gap) if flush else margin + gap, y, family, size, ink)
         else:

@@ -18,7 +18,7 @@ SLOTS = 2  # characters a patch may hold
 CHARACTERS = "".join(chr(code) for code in range(33, 127))
 NUM_CLASSES = 1 + len(CHARACTERS) + len(SHAPES) + len(COLOURS)  # class 0: nothing
 IGNORE = -100
-LEGIBLE = (13.0, 36.0)  # font sizes in px of the tile that get a character loss
+LEGIBLE = (11.0, 36.0)  # font sizes in px of the tile that get a character loss
 BORDER = 0.4  # px: a centre nearer to a patch border leaves both patches without a loss
 CLASS_OF = {name: index for index, name in enumerate([*CHARACTERS, *SHAPES, *COLOURS], 1)}
 
@@ -48,7 +48,7 @@ def _mark(targets: np.ndarray, glyphs: list[tuple[str, float, float]]) -> None:
             targets[row, col] = IGNORE
         else:
             for slot, char in enumerate(chars):
-                targets[row, col, slot] = CLASS_OF[char]
+                targets[row, col, slot] = CLASS_OF.get(char, IGNORE)
 
 
 def _mark_shapes(targets: np.ndarray, spots: list[tuple[Spot, float, float, float]]) -> None:

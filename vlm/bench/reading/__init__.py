@@ -1,0 +1,1 @@
+"""What the accuracy benchmark reads beside the narrow domain."""
