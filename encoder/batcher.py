@@ -40,7 +40,7 @@ WRONG_COUNT: Failure = (
 log = logging.getLogger(__name__)
 
 
-class Packer(Protocol):
+class TokenPacker(Protocol):
     """Makes an image's visual tokens of the rows of all its tiles."""
 
     def rows_of_image(self, grid: Grid) -> int: ...
@@ -123,7 +123,7 @@ class TileBatcher:
         max_step_s: float | None = None,
         max_wait_s: float = 0.0,
         ageing_s: float = 5.0,
-        packer: Packer | None = None,
+        packer: TokenPacker | None = None,
         concat: Callable[[Sequence[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from encoder.packing import Canvas, Packing
+from encoder.packing import Packing, TiledCanvas
 
 
-class Grid(Canvas, Protocol):
+class Grid(TiledCanvas, Protocol):
     """Tiles of one image: so many, of one size in pixels."""
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Canvas(Protocol):
+class TiledCanvas(Protocol):
     """Tiles in rows and columns, and the size in pixels of the image that they show."""
 
     @property
@@ -36,14 +36,14 @@ class Packing:
 
     most_tiles: int = 0
 
-    def num_rows(self, side: int, canvas: Canvas) -> int:
+    def num_rows(self, side: int, canvas: TiledCanvas) -> int:
         """Visual tokens of an image, newlines included; side: a tile's tokens per side."""
         if not canvas.rows:
             return side * side + 1
         high, wide = self.shrunk(side, *self.kept(side, canvas))
         return side * side + high * wide + high
 
-    def kept(self, side: int, canvas: Canvas) -> tuple[int, int]:
+    def kept(self, side: int, canvas: TiledCanvas) -> tuple[int, int]:
         """(rows, columns) of tokens without the margins. Float expressions in the order of transformers'
         `unpad_image`."""
         high, wide = side * canvas.rows, side * canvas.cols
@@ -63,7 +63,7 @@ class Packing:
         return high, wide
 
 
-def pack(rows: Tensor, newline: Tensor, packing: Packing, side: int, canvas: Canvas) -> Tensor:
+def pack(rows: Tensor, newline: Tensor, packing: Packing, side: int, canvas: TiledCanvas) -> Tensor:
     """[tiles * side^2, width] of tiles in reading order, the whole image last, to [num_rows, width]."""
     import torch
 
