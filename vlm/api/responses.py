@@ -173,6 +173,19 @@ class TextCompletion(ApiModel):
     usage: UsageOut
 
 
+class EmbeddingOut(ApiModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64: little-endian float32
+
+
+class EmbeddingList(ApiModel):
+    object: Literal["list"]
+    data: list[EmbeddingOut]
+    model: str
+    usage: dict[str, int]
+
+
 class InputTokenDetails(ApiModel):
     cached_tokens: int
     cache_write_tokens: int
