@@ -27,6 +27,7 @@ ROUTES = {
     ("delete", "/v1/files/{file_id}"),
     ("get", "/v1/files/{file_id}/content"),
     ("post", "/v1/completions"),
+    ("post", "/v1/embeddings"),
     ("post", "/v1/responses"),
     ("get", "/v1/responses/{response_id}"),
     ("delete", "/v1/responses/{response_id}"),

@@ -46,6 +46,7 @@ _NETWORK = r"[0-9A-Fa-f.:]+(/\d{1,3})?"
 Networks = Annotated[
     str, Form(rf"|\s*{_NETWORK}(\s*,\s*{_NETWORK})*\s*", "networks such as 10.1.0.0/16, or empty")
 ]
+EmbedderName = Annotated[str, Form(r"|open_clip:\S.*", "open_clip:NAME@PRETRAINED or the like, or empty")]
 # a path that is also the API's own could not be told from it
 RootPath = Annotated[
     str,
@@ -126,6 +127,7 @@ class ServeConfig(Checked):
     drain_s: Annotated[float, Between(0, 7 * 86_400)] = 30.0  # for running answers when the server stops
     variant: Literal["fast", "exact"] = "fast"  # exact: pixels as the checkpoint's own processor makes them
     model_name: str = ""  # id shown to clients; empty: the model directory's name
+    embedder: EmbedderName = ""  # the SigLIP model of /v1/embeddings; empty: none
     keys_file: str = ""  # TOML with [[keys]] tables, read again at SIGHUP; empty: VLM_API_KEYS's
     allow_public: bool = False  # listen on a public address without keys
     requests_per_minute: Rate = 0  # per key; 0 is off; a key's own setting wins

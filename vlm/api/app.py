@@ -20,7 +20,9 @@ from vlm.api.anthropic import message_routes as anthropic
 from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
+from vlm.api.chat import render_routes as render
 from vlm.api.completions import text_routes as completions
+from vlm.api.embeddings import embedding_routes as embeddings
 from vlm.api.guard.admission import Admission
 from vlm.api.guard.auth import KeyRing
 from vlm.api.guard.keys import load_keys
@@ -41,6 +43,7 @@ from vlm.api.storage.fetch import Fetcher
 from vlm.api.storage.files import FileStore, default_data_dir
 from vlm.api.storage.image_store import open_images
 from vlm.config import MEBIBYTE, ServeConfig
+from vlm.embedding.embedder import Embedder, EmbedderSource
 from vlm.pipeline import Pipeline
 from vlm.requests.documents import DocumentPages
 from vlm.requests.errors import install_handlers
@@ -75,6 +78,7 @@ def make_service(pipeline: Pipeline, config: ServeConfig, keys: KeyRing | None =
         documents=DocumentPages(pipeline.limits),
         traces=make_traces(config.traces),
         started_at=int(time.time()),
+        embedder=Embedder(EmbedderSource.parse(config.embedder)) if config.embedder else None,
     )
 
 
@@ -98,6 +102,8 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
             service.admission.draining = True
             await pipeline.close()
             await service.documents.close()
+            if service.embedder is not None:
+                service.embedder.close()
             service.parsers.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
@@ -126,7 +132,9 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
     install_handlers(app)
     for module in (
         chat,
+        render,
         completions,
+        embeddings,
         anthropic,
         openai_responses,
         costs,

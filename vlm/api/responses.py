@@ -173,6 +173,19 @@ class TextCompletion(ApiModel):
     usage: UsageOut
 
 
+class EmbeddingOut(ApiModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64: little-endian float32
+
+
+class EmbeddingList(ApiModel):
+    object: Literal["list"]
+    data: list[EmbeddingOut]
+    model: str
+    usage: dict[str, int]
+
+
 class InputTokenDetails(ApiModel):
     cached_tokens: int
     cache_write_tokens: int
@@ -204,6 +217,30 @@ class ResponseOut(ApiModel):
 
 class VersionOut(ApiModel):
     version: str
+
+
+class Placeholder(ApiModel):
+    offset: int
+    length: int
+
+
+class RenderedFeatures(ApiModel):
+    """By modality, one entry for each run of visual tokens: what it shows, and where it stands."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+
+
+class RenderedChat(ApiModel):
+    """What an engine that takes tokens is asked, by the names of vLLM's token-in interface."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    features: RenderedFeatures | None
+    sampling_params: dict[str, Any]
+    cache_salt: str | None
+    stream: bool
 
 
 class TokenIds(ApiModel):

@@ -21,6 +21,7 @@ from vlm.api.storage.fetch import Fetcher
 from vlm.api.storage.files import FileStore
 from vlm.api.storage.image_store import Images
 from vlm.config import ServeConfig
+from vlm.embedding.embedder import Embedder
 from vlm.pipeline import Pipeline
 from vlm.requests.documents import DocumentPages
 
@@ -38,6 +39,8 @@ class Service:
     fetcher: Fetcher
     documents: DocumentPages
     started_at: int  # Unix time
+    embedder: Embedder | None = None
+    embedding: int = 0  # inputs of /v1/embeddings under way
     rates: StageRates = field(default_factory=StageRates)
     quotas: Quotas = field(default_factory=Quotas)
     traces: Traces = field(default_factory=NoTraces)

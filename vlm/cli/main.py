@@ -253,6 +253,13 @@ def serve(
             f"VLM_KV_CACHE_MB), options over both. {SETTINGS}",
         ),
     ] = None,
+    embedder: Annotated[
+        str,
+        typer.Option(
+            help="SigLIP model for /v1/embeddings: open_clip:NAME@PRETRAINED, open_clip:hf-hub:ORG/NAME or "
+            "open_clip:local-dir:FOLDER."
+        ),
+    ] = SERVE.embedder,
     keys_file: Annotated[
         str, typer.Option(help="TOML file with [[keys]] tables of name and sha256; read again at SIGHUP.")
     ] = SERVE.keys_file,

@@ -97,7 +97,7 @@ EngineUrlOption = Annotated[
     str,
     typer.Option(
         "--engine-url",
-        help="http(s)://...: a server with OpenAI's chat completions, for --engine openai. Its key is read "
+        help="http(s)://...: a server that speaks OpenAI's chat API, for --engine openai. Its key is read "
         "from the variable VLM_ENGINE_KEY.",
     ),
 ]

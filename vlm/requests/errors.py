@@ -107,6 +107,7 @@ _NOT_FIELDS = {"body", "query", "path", "string", "list", "str", "int", "float",
     "text_list",
     "token_list",
     "token_lists",
+    "part",
 }
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 

@@ -95,6 +95,12 @@ Prompts = Annotated[
 ]
 
 
+Embedded = Annotated[
+    Annotated[str, Tag("string")] | Annotated[ContentPart, Tag("part")],
+    Discriminator(lambda value: "string" if isinstance(value, str) else "part"),
+]
+
+
 class ChatRequest(SamplingFields):
     model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
     messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -146,6 +152,17 @@ class CompletionRequest(SamplingFields):
     @property
     def asked_logprobs(self) -> int | None:
         return super().asked_logprobs if self.logprobs is None else self.logprobs
+
+
+class EmbeddingRequest(Strict):
+    model: str | None = Field(None, max_length=256, description="Default: the server's embedder.")
+    input: Annotated[
+        Annotated[str, Tag("string")]
+        | Annotated[list[Embedded], Field(min_length=1, max_length=256), Tag("list")],
+        Discriminator(form_tag),
+    ] = Field(description="A text, or a list of texts and of content parts of type text or image_url.")
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = Field(None, description="Taken, without effect.")
 
 
 class TokenizeRequest(Lenient):

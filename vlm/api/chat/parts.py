@@ -101,7 +101,7 @@ async def resolve(
         if ref.pages is None:
             loaded[ref.param] = [payload]  # type: ignore[assignment]
             continue
-        data = await _decoded(service, payload, ref.param)
+        data = await decoded(service, payload, ref.param)
         try:
             pages = await service.documents.split(data, ref.pages, most=left)
         except ImageError as error:
@@ -111,7 +111,7 @@ async def resolve(
     return loaded
 
 
-async def _decoded(service: Service, payload: bytes | str, param: str) -> bytes:
+async def decoded(service: Service, payload: bytes | str, param: str) -> bytes:
     if isinstance(payload, bytes):
         return payload
     return await asyncio.get_running_loop().run_in_executor(service.parsers, decode_base64, payload, param)
