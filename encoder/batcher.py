@@ -21,11 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from encoder.cache import Failure, VisualCache
+from encoder.geometry import Grid
 from encoder.tile_budget import TileBudget
 
 Priority = Literal["interactive", "batch"]
@@ -39,12 +40,21 @@ WRONG_COUNT: Failure = (
 log = logging.getLogger(__name__)
 
 
+class TokenPacker(Protocol):
+    """Makes an image's visual tokens of the rows of all its tiles."""
+
+    def rows_of_image(self, grid: Grid) -> int: ...
+
+    def pack(self, rows: Any, grid: Grid) -> Any: ...
+
+
 @dataclass(slots=True)
 class _Job:
     key: str
     tiles: np.ndarray  # uint8 [n, H, W, 3]
     since: float  # seconds on the batcher's clock
     priority: Priority
+    grid: Grid | None = None
     planned: int = 0  # tiles already in a batch
     encoded: int = 0  # tiles whose rows are here
     parts: dict[int, Any] = field(default_factory=dict)  # rows by first tile
@@ -97,8 +107,8 @@ class TileBatcher:
 
     `encode` takes uint8 [n_i, H_i, W_i, 3] per slice and gives [num_rows, d_model] per slice; `num_rows` and
     `work` say of a slice's tiles how many rows they give and what they cost, in any unit: FLOPs, or tiles.
-    `concat` joins the rows of an image that was spread over steps. `step` is plan, encode, commit; only
-    `encode` may run in another thread.
+    `concat` joins the rows of an image that was spread over steps; `packer` packs them then. `step` is plan,
+    encode, commit; only `encode` may run in another thread.
     """
 
     def __init__(
@@ -113,6 +123,7 @@ class TileBatcher:
         max_step_s: float | None = None,
         max_wait_s: float = 0.0,
         ageing_s: float = 5.0,
+        packer: TokenPacker | None = None,
         concat: Callable[[Sequence[Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,6 +141,7 @@ class TileBatcher:
         self.counters = BatcherCounters()
         self._budget = TileBudget(max_step_s)
         self._encode = encode
+        self._packer = packer
         self._concat = concat or _torch_concat
         self._clock = clock
         self._num_rows = num_rows
@@ -138,18 +150,24 @@ class TileBatcher:
         self._queues: dict[Priority, deque[_Job]] = {"interactive": deque(), "batch": deque()}
         self._turn: Priority = "batch"  # the class of the latest batch
 
-    def put_tiles(self, key: str, tiles: np.ndarray, priority: Priority = "interactive") -> bool:
+    def put_tiles(
+        self,
+        key: str,
+        tiles: np.ndarray,
+        priority: Priority = "interactive",
+        grid: Grid | None = None,
+    ) -> bool:
         """Queues an image's tiles; False if the key is cached or already waiting (single flight).
 
         A cached entry with another number of rows than the tiles give is not the key's. The key must be held
         in the cache, or the job is dropped. An earlier failure of the key is forgotten: asking again is a new
-        attempt.
+        attempt. `grid`: the image's, which a packer needs.
         """
         if not len(tiles):
             raise ValueError("an image must have at least one tile")
         cached = self.cache.get(key)
         if cached is not None:
-            if len(cached) == self._num_rows(tiles):
+            if len(cached) == self._rows_of_image(tiles, grid):
                 return False
             self.cache.drop(key)
         job = self._jobs.get(key)
@@ -159,10 +177,15 @@ class TileBatcher:
                 self.promote(key)
             return False
         self.cache.forget_failure(key)
-        job = _Job(key, tiles, self._clock(), priority)
+        job = _Job(key, tiles, self._clock(), priority, grid)
         self._jobs[key] = job
         self._queues[priority].append(job)
         return True
+
+    def _rows_of_image(self, tiles: np.ndarray, grid: Grid | None) -> int:
+        if self._packer is None or grid is None:
+            return self._num_rows(tiles)
+        return self._packer.rows_of_image(grid)
 
     def promote(self, key: str) -> None:
         """An interactive request wants a key that waits: its tiles are interactive now, by their arrival."""
@@ -278,6 +301,8 @@ class TileBatcher:
                 self._finish(job)
                 rows_in_order = [job.parts[start] for start in sorted(job.parts)]
                 whole = rows_in_order[0] if len(rows_in_order) == 1 else self._concat(rows_in_order)
+                if self._packer is not None and job.grid is not None:
+                    whole = self._packer.pack(whole, job.grid)
                 self.cache.put(job.key, whole)
                 finished.append(job.key)
         return StepResult(tuple(finished), tuple(failures), batch.num_tiles)

@@ -97,6 +97,18 @@ class Deepstack(nn.Module):
         return torch.cat((self.main(x), *rows), -1)
 
 
+class WithNewline(nn.Module):
+    """A connector, and the token behind each row of an image that `encoder.packing` packs."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.main = build_connector(config.connector, config.tower)
+        self.newline = nn.Parameter(torch.empty(config.connector.d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(x)
+
+
 CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {
     "pixel_shuffle": PixelShuffle,
     "average_pool": AveragePool,
@@ -105,4 +117,4 @@ CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {
 
 
 def build_connector(config: ConnectorConfig, tower: TowerConfig) -> nn.Module:
-    return CONNECTORS[config.kind](config, tower.width)
+    return CONNECTORS[config.kind](config, tower.out_width)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from encoder.geometry import TowerShape, VisionGeometry
+from encoder.packing import Packing
 
 Arithmetic = Literal["float32", "bfloat16"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -50,6 +51,8 @@ class TowerConfig:
     table_side: int = 0  # of a table that is stretched
     window: int = 0  # patches per side that see each other alone, in all but the `full_layers`; 0: all do
     full_layers: tuple[int, ...] = ()
+    joined_layers: tuple[int, ...] = ()
+    """Layers whose outputs, side by side, are the tower's, without a final norm; empty: the last layer's."""
 
     def __post_init__(self) -> None:
         for name in ("width", "num_layers", "num_heads", "intermediate", "patch_size"):
@@ -63,6 +66,10 @@ class TowerConfig:
             raise EncoderConfigError("tower: windows are of 1 patch or more, and without a class token")
         if self.rope != "none" and self.width // self.num_heads % 4:
             raise EncoderConfigError("tower: heads turned by row and column have a multiple of 4 channels")
+        if any(not 0 <= layer < self.num_layers for layer in self.joined_layers):
+            raise EncoderConfigError("tower: joined_layers must name its layers")
+        if self.joined_layers and self.final_norm:
+            raise EncoderConfigError("tower: a final norm belongs to a tower without joined_layers")
         if self.width % self.num_heads:
             raise EncoderConfigError("tower: width must be a multiple of num_heads")
         if self.image_size and self.patch_size > self.image_size:
@@ -71,6 +78,11 @@ class TowerConfig:
             raise EncoderConfigError(f"tower: norm must be one of {', '.join(get_args(NormKind))}")
         if self.activation not in get_args(Activation):
             raise EncoderConfigError(f"tower: activation must be one of {', '.join(get_args(Activation))}")
+
+    @property
+    def out_width(self) -> int:
+        """Channels of a patch that the connector reads."""
+        return self.width * max(1, len(self.joined_layers))
 
     @property
     def num_patches(self) -> int:
@@ -96,6 +108,7 @@ class ConnectorConfig:
     bias: bool = True  # of the `average_pool` and `mlp` kinds' linears
     norm_patches: bool = False  # `mlp`: the norm is over each patch, before they are joined
     merged: bool = False  # `mlp`: a linear without bias takes the joined patches to one's width first
+    output_scale: float = 1.0  # of visual tokens; folded into the weights by the names' `output_scale`
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConnectorKind):
@@ -124,12 +137,15 @@ class EncoderConfig:
     normalisation: Normalisation = field(default_factory=Normalisation)
     deepstack: tuple[int, ...] = ()
     """Tower layers whose outputs become further rows beside each visual token, by connectors of their own."""
+    packing: Packing | None = None  # of an image's visual tokens, with a newline token that is learned
 
     def __post_init__(self) -> None:
         if self.deepstack and self.connector.kind != "mlp":
             raise EncoderConfigError("connector: deepstack belongs to the mlp kind")
         if any(not 0 <= layer < self.tower.num_layers for layer in self.deepstack):
             raise EncoderConfigError("connector: deepstack must name layers of the tower")
+        if self.packing and (self.deepstack or not self.tower.image_size):
+            raise EncoderConfigError("connector: packing belongs to square tiles, without deepstack")
         side = self.geometry.grid_side  # 0 where each image has its own size
         if self.connector.kind != "average_pool" and side % self.connector.reduction:
             raise EncoderConfigError(
@@ -144,7 +160,8 @@ class EncoderConfig:
 
     @property
     def geometry(self) -> VisionGeometry:
-        return VisionGeometry(self.tower.image_size, self.tower.patch_size, self.connector.reduction)
+        reduction = self.connector.reduction
+        return VisionGeometry(self.tower.image_size, self.tower.patch_size, reduction, self.packing)
 
     @property
     def shape(self) -> TowerShape:
@@ -163,5 +180,6 @@ class EncoderConfig:
             table=self.tower.table_side**2,
             window=self.tower.window,
             full_layers=len(self.tower.full_layers),
+            joined_layers=max(1, len(self.tower.joined_layers)),
             row_sets=1 + len(self.deepstack),
         )

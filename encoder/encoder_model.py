@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from encoder.encoder_config import Arithmetic, EncoderConfig
 from encoder.forward.mixed import multiply_in_bfloat16
 from encoder.forward.tile_graphs import TileGraphs, TileRecorder
-from encoder.geometry import TileShape
+from encoder.geometry import Grid, TileShape
+from encoder.packing import pack
 from encoder.revision import with_arithmetic
 from encoder.tower import Tower
 
@@ -98,6 +99,22 @@ class Encoder:
     def num_rows(self, tiles: np.ndarray) -> int:
         """Visual tokens that tiles [n, H, W, 3] give."""
         return self.config.geometry.rows(TileShape.of(tiles.shape))
+
+    def rows_of_image(self, grid: Grid) -> int:
+        """Visual tokens of a whole image."""
+        return self.config.geometry.rows(grid)
+
+    @torch.inference_mode()
+    def pack(self, rows: Tensor, grid: Grid) -> Tensor:
+        """What `encode` gave for all tiles of an image, as the decoder reads it: itself, where nothing is
+        packed."""
+        packing = self.config.packing
+        if packing is None:
+            return rows
+        self.wait()
+        side = self.config.geometry.cells(grid)[0]
+        newline: Tensor = self.connector.newline  # type: ignore[assignment]
+        return pack(rows, newline, packing, side, grid)
 
     def flops(self, tiles: np.ndarray) -> float:
         return self.config.shape.flops(TileShape.of(tiles.shape))

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from encoder.connector import Deepstack, build_connector
+from encoder.connector import Deepstack, WithNewline, build_connector
 from encoder.encoder_config import ConnectorConfig, ConnectorKind, EncoderConfig
 from encoder.encoder_model import Encoder
 from encoder.openclip import open_clip_tower
@@ -96,6 +96,8 @@ def _meta_modules(config: EncoderConfig) -> tuple[Tower, nn.Module]:
     with torch.device("meta"):
         if config.deepstack:
             return Tower(config.tower), Deepstack(config)
+        if config.packing:
+            return Tower(config.tower), WithNewline(config)
         return Tower(config.tower), build_connector(config.connector, config.tower)
 
 
@@ -109,6 +111,8 @@ def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dic
             shape = (config.tower.num_positions, config.tower.width)
         elif source.fold == "transpose":
             shape = shape[::-1]
+        elif source.fold == "class_token":
+            shape = shape[2:]
         elif source.fold == "sum_temporal":
             shape = (*shape[:2], TEMPORAL_PATCH, *shape[2:])
         expected |= dict.fromkeys(source.names, shape)
@@ -122,7 +126,8 @@ def _read(
 ) -> dict[str, Tensor]:
     """Reads only the named tensors, file by file, each converted as it is read unless it is folded."""
     wanted = {name for source in sources.values() for name in source.all_names}
-    rounds = ("layer_scale", "plus_one", "sum_temporal")  # these compute: in float32, whatever the dtype
+    # These compute: in float32, whatever the dtype.
+    rounds = ("layer_scale", "plus_one", "sum_temporal", "output_scale")
     folded = {name for source in sources.values() if source.fold in rounds for name in source.all_names}
     for name in sorted(wanted):
         if entries[name].dtype not in FLOAT_DTYPES:
@@ -146,6 +151,10 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined[bucketed_positions(config.geometry.grid_side)][None]
     if source.fold == "positions":
         return joined[None]
+    if source.fold == "class_token":
+        return joined[None, None]
+    if source.fold == "output_scale":
+        return joined * config.connector.output_scale
     if source.fold == "transpose":
         return joined.t().contiguous()
     if source.fold == "channel_major":

@@ -9,8 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from encoder.packing import Packing, TiledCanvas
 
-class Grid(Protocol):
+
+class Grid(TiledCanvas, Protocol):
     """Tiles of one image: so many, of one size in pixels."""
 
     @property
@@ -30,6 +32,10 @@ class TileShape:
     num_tiles: int
     tile_width: int  # pixels
     tile_height: int  # pixels
+    rows: int = 0  # unknown, as the image is
+    cols: int = 0
+    image_width: int = 0
+    image_height: int = 0
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> TileShape:
@@ -53,6 +59,7 @@ class VisionGeometry:
     image_size: int  # pixels of square tiles; 0: each image is one tile of its own size
     patch_size: int  # pixels
     reduction: int  # patches joined per side: 2 means 4:1
+    packing: Packing | None = None  # of an image's tokens, once all its tiles are encoded
 
     @property
     def grid_side(self) -> int:
@@ -84,7 +91,13 @@ class VisionGeometry:
         return grid.num_tiles * patches
 
     def rows(self, grid: Grid) -> int:
-        """Visual tokens: positions that the decoder sees."""
+        """Visual tokens: positions that the decoder sees; of tiles without their image, `tile_rows`."""
+        if self.packing is not None and grid.image_width:
+            return self.packing.num_rows(self._cells(self.image_size), grid)
+        return self.tile_rows(grid)
+
+    def tile_rows(self, grid: Grid) -> int:
+        """Tokens that the connector makes."""
         return grid.num_tiles * self._cells(grid.tile_height) * self._cells(grid.tile_width)
 
     def cells(self, grid: Grid) -> tuple[int, int]:
@@ -113,6 +126,7 @@ class TowerShape:
     table: int = 0  # rows of a position table that is stretched over images of any size
     window: int = 0  # patches per side that see each other alone, in all but `full_layers` layers; 0: all do
     full_layers: int = 0
+    joined_layers: int = 1  # layers whose outputs the connector reads side by side
     row_sets: int = 1  # connectors: one, and one for each further set of rows
     nominal_params: int = 0  # above 0: stands in for patch_params, as in "400M"
 
@@ -133,7 +147,7 @@ class TowerShape:
         """Parameters that multiply every visual token."""
         if self.connector == "average_pool":
             return (self.width + 1) * self.d_model
-        joined = self.width * self.geometry.reduction**2
+        joined = self.width * self.joined_layers * self.geometry.reduction**2
         if self.connector == "mlp":
             hidden = self.connector_intermediate
             merging = joined * self.width if self.merged else 0
@@ -153,7 +167,7 @@ class TowerShape:
         positions = patches + tiles * self.extra_positions
         linear = 2 * self.patch_params * positions
         attention = 4 * self._pairs(grid) * self.width
-        connector = 2 * self.connector_params * self.geometry.rows(grid)
+        connector = 2 * self.connector_params * self.geometry.tile_rows(grid)
         return float(linear + attention + connector)
 
     def _pairs(self, grid: Grid) -> int:

@@ -19,11 +19,14 @@ Fold = Literal[
     "transpose",
     "channel_major",
     "sum_temporal",
+    "class_token",
+    "output_scale",
 ]
 """What is done to a parameter while it is loaded, in float32: a batch axis in front of a position table, the
 table's rows by Idefics3's buckets, rows times those of `Source.by`, a norm's offset, [in, out] turned to
 [out, in], a cell's inputs from channel by channel to patch by patch, a patch's two frames as one, since a
-still image shows both the same. `encoder.encoder_weights` does it."""
+still image shows both the same, two axes in front of a vector, the connector's factor on visual
+tokens. `encoder.encoder_weights` does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class VisualNames:
     tower: Mapping[str, Source] = field(repr=False)
     connector: Mapping[str, Source] = field(repr=False)
     text_prefixes: tuple[str, ...]
+    beside: Mapping[str, Source] = field(default_factory=dict, repr=False)  # the connector's, elsewhere
+    beside_prefixes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()  # beginnings, behind the tower's prefix, of tensors that nothing reads
 
     def is_visual(self, name: str) -> bool:
@@ -75,10 +80,10 @@ class VisualNames:
         Raises CheckpointError where no prefix fits.
         """
         present = frozenset(names)
-        return (
-            _prefixed(self.tower, self.tower_prefixes, present),
-            _prefixed(self.connector, self.connector_prefixes, present),
-        )
+        connector = _prefixed(self.connector, self.connector_prefixes, present)
+        if self.beside:
+            connector |= _prefixed(self.beside, self.beside_prefixes, present)
+        return _prefixed(self.tower, self.tower_prefixes, present), connector
 
 
 def layout_of(layouts: Sequence[VisualNames], names: Collection[str]) -> VisualNames:

@@ -160,7 +160,7 @@ class Tower(nn.Module):
         """The tower's output, and what comes out of each of `layers`, each [n, rows, cols, width]."""
         c = self.config
         x = self.patch_embed(pixels)
-        n, rows, cols, width = x.shape
+        n, rows, cols, _ = x.shape
         x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
@@ -176,12 +176,14 @@ class Tower(nn.Module):
         taken = {}
         for index, block in enumerate(self.blocks):
             x = block(x, rotations, None if index in c.full_layers else windows)
-            if index in layers:
+            if index in layers or index in c.joined_layers:
                 taken[index] = x
 
         def in_place(x: Tensor) -> Tensor:
             x = x if self.cls_token is None else x[:, 1:]
             x = x if windows is None else x[:, windows.places]
-            return x.reshape(n, rows, cols, width)
+            return x.reshape(n, rows, cols, -1)
 
-        return [in_place(self.norm(x)), *(in_place(taken[layer]) for layer in layers)]
+        joined = [taken[layer] for layer in c.joined_layers]
+        x = torch.cat(joined, -1) if joined else self.norm(x)
+        return [in_place(x), *(in_place(taken[layer]) for layer in layers)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -51,7 +51,13 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "granite")
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
@@ -143,6 +149,8 @@ class DecoderConfig:
     norm_offset: float = 0.0  # added to the checkpoint's norm weights
     query_scale: float = 1.0  # on queries, besides the usual 1 / sqrt(head_dim)
     embedding_scale: float = 1.0  # on tokens' embeddings, not on visual tokens
+    residual_scale: float = 1.0  # on what attention and MLP add
+    logit_scale: float = 1.0
     whole_spans: bool = False  # positions of one image span see each other, later ones too
     rope_axes: tuple[int, ...] = ()  # per frequency: time, row or column (M-RoPE); empty: positions are one
     deepstack: int = 0  # so many first layers add rows of their own at visual tokens (Qwen3-VL)
@@ -164,7 +172,7 @@ class DecoderConfig:
             known = ", ".join(ARCHITECTURES)
             raise ConfigError(f"decoder type {_shown(architecture)} is not supported (supported: {known})")
         given = {k: v for k, v in text.items() if v is not None or k in _NULLABLE}
-        own = _GEMMA3 if architecture == "gemma3_text" else {}
+        own = {"gemma3_text": _GEMMA3, "granite": _GRANITE}.get(architecture, {})
         values = _COMMON | own | class_defaults(architecture) | given
         if tied is not None:
             values["tie_word_embeddings"] = tied
@@ -201,7 +209,7 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError("quantized checkpoints are not supported")
     windows = _windows(values)
     has_attention_bias = architecture != "mistral" and bool(values["attention_bias"])
-    return DecoderConfig(
+    config = DecoderConfig(
         vocab_size=_count(values, "vocab_size"),
         d_model=_count(values, "hidden_size"),
         d_ff=_count(values, "intermediate_size"),
@@ -214,17 +222,33 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         max_positions=_count(values, "max_position_embeddings"),
         tied_embeddings=bool(values["tie_word_embeddings"]),
         qkv_bias=architecture == "qwen2" or has_attention_bias,
-        out_bias=architecture in ("llama", "qwen3") and has_attention_bias,
-        mlp_bias=architecture == "llama" and bool(values["mlp_bias"]),
+        out_bias=architecture in ("llama", "qwen3", "granite") and has_attention_bias,
+        mlp_bias=architecture in ("llama", "granite") and bool(values["mlp_bias"]),
         qk_norm=architecture in ("qwen3", "gemma3_text"),
         windows=windows,
         layer_ropes=tuple(int(bool(window)) if is_gemma else 0 for window in windows),
         activation=_ACTIVATIONS[activation],
         post_norms=is_gemma,
         norm_offset=1.0 if is_gemma else 0.0,
-        query_scale=(head_dim / values["query_pre_attn_scalar"]) ** 0.5 if is_gemma else 1.0,
-        embedding_scale=_count(values, "hidden_size") ** 0.5 if is_gemma else 1.0,
     )
+    return replace(config, **_scales(architecture, values, head_dim))
+
+
+def _scales(architecture: str, values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """The factors of Gemma 3 and Granite, by their fields of DecoderConfig."""
+    if architecture == "gemma3_text":
+        return {
+            "query_scale": (head_dim / values["query_pre_attn_scalar"]) ** 0.5,
+            "embedding_scale": _count(values, "hidden_size") ** 0.5,
+        }
+    if architecture == "granite":
+        return {
+            "query_scale": float(values["attention_multiplier"]) * head_dim**0.5,
+            "embedding_scale": float(values["embedding_multiplier"]),
+            "residual_scale": float(values["residual_multiplier"]),
+            "logit_scale": 1 / float(values["logits_scaling"]),
+        }
+    return {}
 
 
 def _windows(values: Mapping[str, Any]) -> tuple[int, ...]:

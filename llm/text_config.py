@@ -25,6 +25,7 @@ _NAMES = (
 )
 _ROWS: dict[str, tuple[int | None, ...]] = {
     "llama": (4096, 11008, 32, 32, None, None, 32000, 2048, None),
+    "granite": (4096, 11008, 32, 32, None, None, 32000, 2048, None),
     "smollm3": (2048, 11008, 36, 16, 4, None, 128256, 32768, None),
     "mistral": (4096, 14336, 32, 32, 8, None, 32000, 131072, 4096),
     "ministral3": (4096, 14336, 34, 32, 8, 128, 131072, 262144, None),
@@ -126,7 +127,7 @@ _KINDS: dict[str, LayerKind] = {
     "chunked_attention": "sliding",
     "linear_attention": "linear",
 }
-_WINDOWLESS = ("llama", "smollm3", "olmo2")  # their classes know no sliding_window
+_WINDOWLESS = ("llama", "granite", "smollm3", "olmo2")  # their classes know no sliding_window
 _FIRST_QWEN_WINDOW = 28  # default max_window_layers
 
 

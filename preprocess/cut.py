@@ -24,6 +24,8 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     canvas = image
     for size in plan.steps:
         canvas = canvas.resize(size, filter_, reducing_gap=gap)
+    if plan.canvas is not None:
+        canvas = _on_black(canvas, plan.canvas)
     height, width = grid.tile_height, grid.tile_width
     pixels = np.empty((grid.num_tiles, height, width, 3), dtype=np.uint8)
     num_cut = grid.rows * grid.cols
@@ -36,6 +38,13 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
         source = canvas if plan.thumbnail_of_canvas else image
         pixels[-1] = np.asarray(source.resize((width, height), filter_, reducing_gap=gap))
     return Tiles(pixels, grid)
+
+
+def _on_black(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """In the middle; where the margins differ by a pixel, the right and lower ones are wider."""
+    canvas = Image.new("RGB", size)
+    canvas.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
+    return canvas
 
 
 def _cut_boxes(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -> Tiles:

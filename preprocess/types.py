@@ -48,22 +48,33 @@ class TileGrid:
     thumbnail: bool  # a global tile follows the rows * cols cut ones
     tile_width: int
     tile_height: int
+    image_width: int = 0  # pixels, where visual tokens are packed by the image's own ratio; else 0
+    image_height: int = 0
 
     @property
     def num_tiles(self) -> int:
         return self.rows * self.cols + int(self.thumbnail)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its fields in order; the image's size only where there is one, which older readers don't know."""
+        tiles = (self.rows, self.cols, self.thumbnail, self.tile_width, self.tile_height)
+        return (*tiles, self.image_width, self.image_height) if self.image_width else tiles
 
 
 @dataclass(frozen=True, slots=True)
 class ResizePlan:
     """How pixels get from the image to the grid: each step resizes the one before it.
 
-    The last step is the canvas: cols * tile_width x rows * tile_height, or one tile if the image isn't cut.
+    The last step is the canvas, or is laid on it: cols * tile_width x rows * tile_height, or one tile if the
+    image isn't cut.
     """
 
     grid: TileGrid
     steps: tuple[tuple[int, int], ...]  # (width, height)
     thumbnail_of_canvas: bool  # the thumbnail shrinks the canvas; otherwise the image itself
+    canvas: tuple[int, int] | None = None
+    """(width, height) of a black canvas that holds the last step in its middle; None: the step is it."""
     boxes: tuple[tuple[int, int, int, int], ...] = ()
     """(left, top, right, bottom) of the image itself, one a cut tile, in place of cells of a canvas."""
 

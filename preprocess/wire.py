@@ -1,5 +1,8 @@
 """Tiles as bytes: a fixed header, then the pixels. Nothing is trusted on the way back.
 
+The image's own size, which some grids have, doesn't travel: it says nothing of the pixels, and the reader
+knows it from the planned grid.
+
 Memory that nobody can change, and that never leaves its machine, goes without a digest ("sealed").
 """
 
@@ -89,7 +92,8 @@ def _read_header(
         raise ValueError("tiles have an unknown layout")
     if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE) or (rows == 0) != (cols == 0):
         raise ValueError("tiles have an impossible grid")
-    grid = TileGrid(rows, cols, bool(thumbnail), width, height)
+    image = (planned.image_width, planned.image_height) if planned is not None else (0, 0)
+    grid = TileGrid(rows, cols, bool(thumbnail), width, height, *image)
     if planned is not None and grid != planned:
         raise ValueError("tiles of another grid")
     if num_tiles != grid.num_tiles or num_tiles == 0:

@@ -88,6 +88,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "granite_multipliers_tied_bias": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.11,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "qwen2_bias_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_sliding_upper_layers": {
         "model_type": "qwen2",

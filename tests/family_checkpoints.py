@@ -18,6 +18,7 @@ from checkpoint_case import (
     sentencepiece_like,
 )
 from own_size_checkpoints import OWN_SIZE_CASES
+from packed_checkpoints import PACKED_CASES
 
 # Idefics3
 
@@ -254,6 +255,7 @@ def gemma3_case(name: str, **text: Any) -> FamilyCase:
 
 CASES: tuple[FamilyCase, ...] = (
     *OWN_SIZE_CASES,
+    *PACKED_CASES,
     DOCLING,
     idefics3_case(
         "smolvlm_untied",

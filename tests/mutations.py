@@ -263,7 +263,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another server is not asked for a sampling parameter",
-        "vlm/upstream/chat_request.py",
+        "vlm/remote/chat_body.py",
         '    "min_p": 0.0,\n',
         "",
         ("test_upstream.py::test_every_parameter_is_sent_or_refused_by_name",),

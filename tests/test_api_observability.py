@@ -15,6 +15,7 @@ from fake_engine_client import LiveServer, ask, live_server, png
 
 from llm.request import Timings, Usage
 from vlm.api.observe.logs import JsonFormatter, PlainFormatter, formatter, request_id
+from vlm.api.observe.metrics import EngineCollector
 from vlm.api.observe.stage_rates import StageRates
 from vlm.api.observe.tracing import NoTraces, OpenTelemetryTraces, make_traces
 from vlm.config import ServeConfig
@@ -50,6 +51,14 @@ def test_metrics_bear_the_names_that_others_use(server: LiveServer) -> None:
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     assert {f"vlm_{name}" for name in NAMES} <= names
     assert 'vlm_request_success_total{finish_reason="stop"}' in text
+
+
+def test_routers_find_vllms_names_with_the_same_values() -> None:
+    collector = EngineCollector()
+    collector.stats = {"engine": {"running": 3, "waiting": 2, "kv_blocks": 8, "kv_blocks_held": 6}}
+    values = {sample.name: sample.value for metric in collector.collect() for sample in metric.samples}
+    assert values["vllm:num_requests_running"] == 3 and values["vllm:num_requests_waiting"] == 2
+    assert values["vllm:kv_cache_usage_perc"] == values["vlm_kv_cache_usage_ratio"] == 0.75
 
 
 def test_labels_come_from_routes_and_not_from_clients(server: LiveServer) -> None:

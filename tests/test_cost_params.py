@@ -47,6 +47,7 @@ ABSENT = "absent"  # a key that the family's configs don't have
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("smollm3", {"pad_token_id": 0}),
     ("mistral", {"sliding_window": None}),
     ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),

@@ -76,8 +76,8 @@ def ledger(redis_url: str) -> Iterator[WorkLedger]:
     client.close()
 
 
-def pixels(value: int, count: int = 1) -> np.ndarray:
-    return np.full((count, 8, 8, 3), value, np.uint8)
+def made(value: int) -> Tiles:
+    return Tiles(np.full((1, 8, 8, 3), value, np.uint8), TileGrid(0, 0, True, 8, 8))
 
 
 def a_job(**changes: Any) -> EncodeJob:
@@ -92,7 +92,7 @@ class Scene:
         self.blobs = MemoryBlobStore()
         self.level2 = VisualStore(MemoryBlobStore(), FORM)
         self.name = FORM.entry(KEY)
-        self.blobs.put("tiles", to_bytes(Tiles(pixels(3), TileGrid(0, 0, True, 8, 8))), 60)
+        self.blobs.put("tiles", to_bytes(made(3)), 60)
         ledger.look(self.name, "waiter")
 
     def run(self, job: EncodeJob, num_rows: int = 0) -> None:
@@ -108,9 +108,9 @@ def scene(service: EncodeService, ledger: WorkLedger) -> Scene:
 def test_tasks_that_wait_together_are_encoded_together(service: EncodeService, encoder: FakeEncoder) -> None:
     encoder.go.clear()
     with ThreadPoolExecutor(6) as tasks:
-        first = tasks.submit(service.encode, "first", pixels(9))
+        first = tasks.submit(service.encode, "first", made(9))
         assert encoder.started.wait(30)
-        rest = [tasks.submit(service.encode, f"{number}", pixels(number)) for number in range(5)]
+        rest = [tasks.submit(service.encode, f"{number}", made(number)) for number in range(5)]
         time.sleep(0.2)
         encoder.go.set()
         assert first.result()[0, 0] == 9
@@ -121,7 +121,7 @@ def test_tasks_that_wait_together_are_encoded_together(service: EncodeService, e
 def test_one_key_asked_twice_is_encoded_once(service: EncodeService, encoder: FakeEncoder) -> None:
     encoder.go.clear()
     with ThreadPoolExecutor(2) as tasks:
-        both = [tasks.submit(service.encode, KEY, pixels(5)) for _ in range(2)]
+        both = [tasks.submit(service.encode, KEY, made(5)) for _ in range(2)]
         time.sleep(0.2)
         encoder.go.set()
         assert all(future.result()[0, 0] == 5 for future in both)
@@ -133,9 +133,9 @@ def test_work_that_nobody_waits_for_any_more_is_given_up_and_the_service_goes_on
 ) -> None:
     encoder.go.clear()
     with pytest.raises(Unwanted):
-        service.encode(KEY, pixels(1), lambda: False)
+        service.encode(KEY, made(1), lambda: False)
     encoder.go.set()
-    assert service.encode("other", pixels(2))[0, 0] == 2
+    assert service.encode("other", made(2))[0, 0] == 2
 
 
 def test_a_failing_encoder_fails_its_images_and_the_service_goes_on(
@@ -143,9 +143,9 @@ def test_a_failing_encoder_fails_its_images_and_the_service_goes_on(
 ) -> None:
     encoder.broken = True
     with pytest.raises(EncodeFailed):
-        service.encode(KEY, pixels(1))
+        service.encode(KEY, made(1))
     encoder.broken = False
-    assert service.encode(KEY, pixels(1))[0, 0] == 1
+    assert service.encode(KEY, made(1))[0, 0] == 1
 
 
 @pytest.mark.redis
@@ -216,7 +216,7 @@ def test_an_encoder_that_hangs_is_told(encoder: FakeEncoder) -> None:
     )
     service.start()
     with ThreadPoolExecutor(1) as tasks:
-        tasks.submit(service.encode, KEY, pixels(1))
+        tasks.submit(service.encode, KEY, made(1))
         assert crashed.wait(60)
         encoder.go.set()
         service.close()
@@ -243,7 +243,8 @@ def test_tiles_of_another_grid_are_a_miss_and_so_is_what_the_worker_keeps_of_the
     scene.run(a_job(), num_rows=4)
     assert scene.level2.get(KEY) is None and not scene.blobs.exists("tiles")
     assert scene.ledger.look(scene.name, "waiter").attempts == 1
-    scene.blobs.put("tiles", to_bytes(Tiles(pixels(7, 2), TileGrid(2, 1, False, 8, 8))), 60)
+    two = Tiles(np.full((2, 8, 8, 3), 7, np.uint8), TileGrid(2, 1, False, 8, 8))
+    scene.blobs.put("tiles", to_bytes(two), 60)
     scene.run(a_job(), num_rows=4)
     rows = scene.level2.get(KEY, 4)
     assert rows is not None and rows[0, 0] == 7

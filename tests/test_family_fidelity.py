@@ -117,7 +117,8 @@ def visual_rows(loaded: Loaded, image: Image.Image) -> tuple[np.ndarray, torch.T
     """(pixels as the tower sees them, visual tokens) of our own."""
     encoder = load_encoder(loaded.directory)
     tiles = preprocess(png(image), loaded.spec.preprocess_spec("auto"))
-    return encoder.normalise(tiles.pixels).numpy(), encoder.encode([tiles.pixels])[0]
+    rows = encoder.encode([tiles.pixels])[0]
+    return encoder.normalise(tiles.pixels).numpy(), encoder.pack(rows, tiles.grid)
 
 
 @pytest.mark.parametrize("size", [(75, 40), (40, 91), (20, 20), (7, 300)])
@@ -135,6 +136,7 @@ def test_pixels_and_visual_tokens_equal_transformers(loaded: Loaded, size: tuple
     found = model.get_image_features(pixel_values=inputs["pixel_values"], **shapes)
     features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
     want = torch.cat([torch.cat(list(each)).reshape(len(rows), -1) for each in features], -1)
+    want = want * loaded.case.row_scale
     assert rows.shape == want.shape
     assert float((rows - want).abs().max() / want.std()) <= 1e-4
 
@@ -170,6 +172,7 @@ def test_logits_equal_transformers_whole_and_in_any_chunks(loaded: Loaded, kind:
     sizes = [(75, 40), (30, 61)]
     images = [noise(*size, seed=3 + i) for i, size in enumerate(sizes)]
     want = reference(loaded.directory)(**inputs_of(loaded, images, "What is it?")).logits[0].numpy()
+    want = want * loaded.case.logit_scale
     prompt = prompt_of(loaded, sizes, "What is it?")
     rows = {VisualKey(str(i) * 64): visual_rows(loaded, image)[1] for i, image in enumerate(images)}
     count = len(prompt.token_ids)

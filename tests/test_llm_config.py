@@ -26,7 +26,7 @@ def test_a_vlm_config_is_read_from_its_text_config_and_tied_by_the_outer_flag() 
     assert idefics3.decoder(outer).num_kv_heads == 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "granite"])
 def test_left_out_keys_take_transformers_defaults(architecture: str) -> None:
     ours = DecoderConfig.from_hf({"model_type": architecture})
     theirs = AutoConfig.for_model(architecture)

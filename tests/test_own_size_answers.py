@@ -1,4 +1,4 @@
-"""Families whose images keep their own size, from the HTTP API to the answer."""
+"""Families whose images cost what their size says, from the HTTP API to the answer."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
 NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl", "mistral3", "pixtral")
+PACKED = ("llava_next_mistral", "granite_vision")
 NUM_TOKENS = 12
 
 
@@ -53,7 +54,7 @@ def reference_answer(directory: Path, images: Sequence[Image.Image], question: s
     return processor.tokenizer.decode(ids[count:], skip_special_tokens=True), count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *PACKED))
 def test_answers_over_http_equal_generate_first_cached_and_side_by_side(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     directory = make_checkpoint(case, tmp_path / name, seed=5)

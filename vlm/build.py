@@ -109,6 +109,7 @@ def _tile_batcher(encoder: Encoder, options: EngineOptions, progress: Progress |
         VisualCache(options.visual_cache_mb * MEBIBYTE),
         num_rows=encoder.num_rows,
         work=encoder.flops,
+        packer=encoder if encoder.config.packing else None,
         max_tiles=options.max_tiles_per_step,
         max_step_s=options.max_step_ms / 1e3,
         max_batch_tiles=max(1, encoder.tiles_per_forward // 8),  # short, for little more per tile

@@ -102,13 +102,18 @@ def load_weights(
 
 
 def _folded(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
-    """What the config says of norms and queries goes into the weights, in float32, before any rounding."""
+    """What the config says of norms, queries, residuals and logits goes into the weights, in float32, before
+    any rounding. The last norm takes the logits' scale: a tied head may not."""
     is_norm = name.endswith("norm.weight")
     if is_norm and config.norm_offset:
         tensor = tensor.float() + config.norm_offset
     scaled = ".q_norm." if config.qk_norm else ".q_proj."
     if config.query_scale != 1.0 and scaled in name:
         tensor = tensor.float() * config.query_scale
+    if config.residual_scale != 1.0 and (".o_proj." in name or ".down_proj." in name):
+        tensor = tensor.float() * config.residual_scale
+    if config.logit_scale != 1.0 and name.endswith(".norm.weight"):
+        tensor = tensor.float() * config.logit_scale
     return tensor
 
 

@@ -40,6 +40,7 @@ _LAYER_NORM = WeightLayout(
 )
 FAMILIES: dict[str, WeightLayout] = {
     "llama": WeightLayout(),
+    "granite": WeightLayout(),
     "smollm3": WeightLayout(tied=True),
     "mistral": WeightLayout(),
     "ministral3": WeightLayout(),

@@ -20,6 +20,7 @@ from vlm.api.anthropic import message_routes as anthropic
 from vlm.api.batches import batch_routes as batches
 from vlm.api.batches.batch_routes import batches_running
 from vlm.api.chat import chat_routes as chat
+from vlm.api.chat import render_routes as render
 from vlm.api.completions import text_routes as completions
 from vlm.api.embeddings import embedding_routes as embeddings
 from vlm.api.guard.admission import Admission
@@ -131,6 +132,7 @@ def create_app(pipeline: Pipeline, config: ServeConfig, *, keys: KeyRing | None 
     install_handlers(app)
     for module in (
         chat,
+        render,
         completions,
         embeddings,
         anthropic,

@@ -219,6 +219,30 @@ class VersionOut(ApiModel):
     version: str
 
 
+class Placeholder(ApiModel):
+    offset: int
+    length: int
+
+
+class RenderedFeatures(ApiModel):
+    """By modality, one entry for each run of visual tokens: what it shows, and where it stands."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+
+
+class RenderedChat(ApiModel):
+    """What an engine that takes tokens is asked, by the names of vLLM's token-in interface."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    features: RenderedFeatures | None
+    sampling_params: dict[str, Any]
+    cache_salt: str | None
+    stream: bool
+
+
 class TokenIds(ApiModel):
     """By the names of vLLM and llama.cpp."""
 

@@ -8,6 +8,7 @@ from llm.decoder_config import ConfigError
 from vlm.families.base import Family, Json
 from vlm.families.elsewhere import ELSEWHERE_BY_TYPE
 from vlm.families.own_size import lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
+from vlm.families.packed import llava_next
 from vlm.families.tiled import gemma3, idefics3, internvl
 
 FAMILIES: tuple[Family, ...] = (
@@ -21,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     paddleocr_vl.FAMILY,
     mistral3.MISTRAL3,
     mistral3.PIXTRAL,
+    llava_next.FAMILY,
 )
 
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import astuple
 from typing import Any, Protocol
 
 from llm.request import Event, Failed, Request, RequestError, VisualKey
@@ -326,7 +325,7 @@ class EngineProcess:
     async def put_tiles(self, key: VisualKey, tiles: TilesHandle) -> None:
         """Returns when the engine has them. Frames keep their order, so every wish that it uttered before
         was heard before, and the caller can tell a late wish from a new one."""
-        asked = {"op": "tiles", "key": key, "grid": astuple(tiles.grid)}
+        asked = {"op": "tiles", "key": key, "grid": tiles.grid.numbers}
         if isinstance(tiles, SealedTiles):
             await self._ask(asked, descriptor=tiles.memory.descriptor)
         else:

@@ -99,7 +99,8 @@ class EngineRunner:
         self._forget(request_id)
 
     def put_tiles(self, key: VisualKey, tiles: Tiles) -> None:
-        self._batcher.put_tiles(key, tiles.pixels, self._wanted.pop(key, "interactive"))
+        priority = self._wanted.pop(key, "interactive")
+        self._batcher.put_tiles(key, tiles.pixels, priority, tiles.grid)
 
     def put_visual(self, key: VisualKey, rows: Any) -> None:
         """Visual tokens that were computed elsewhere."""

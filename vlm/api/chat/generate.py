@@ -137,11 +137,19 @@ async def admit(
     service: Service, caller: Caller, body: ChatRequest, headers: Mapping[str, str] | None = None
 ) -> Generation:
     """Everything that can be refused before work begins. Raises ApiError."""
+    _check_open(service, caller)
+    prepared, use = await prepare_chat(service, caller, body)
+    return _ticketed(service, caller, body, prepared, headers, use)
+
+
+async def prepare_chat(
+    service: Service, caller: Caller, body: ChatRequest
+) -> tuple[PreparedRequest, ToolUse | None]:
+    """The prompt and its cost; nothing is decoded. Raises ApiError."""
     params = _params(service, body)
     use = tool_use(body)
     if use is not None:
         params = _with_calls(service, params, use)
-    _check_open(service, caller)
     media = body.mm_processor_kwargs
     prepared = await prepare(
         service,
@@ -154,7 +162,7 @@ async def admit(
         body.cache_salt or "",
         media.max_pixels if media else None,
     )
-    return _ticketed(service, caller, body, prepared, headers, use)
+    return prepared, use
 
 
 async def admit_text(

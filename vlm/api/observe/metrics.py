@@ -72,6 +72,13 @@ class EngineCollector:
         if engine.get("kv_blocks"):
             ratio = engine["kv_blocks_held"] / engine["kv_blocks"]
             yield GaugeMetricFamily("vlm_kv_cache_usage_ratio", "KV blocks held by requests", value=ratio)
+            yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "The same, for routers", value=ratio)
+        for key in ("running", "waiting"):
+            if key in engine:
+                name = f"vllm:num_requests_{key}"
+                yield GaugeMetricFamily(
+                    name, f"Sequences {key} in the engine, for routers", value=engine[key]
+                )
 
     def _queues(self) -> Iterator[Metric]:
         """Of the broker, for an autoscaler; only where there is one."""
@@ -148,6 +155,11 @@ def described() -> list[tuple[str, str, str]]:
     queues = [
         (name, "gauge", f"{text}; by queue, where there is a broker") for name, text in _QUEUES.values()
     ]
-    ratio = [("vlm_kv_cache_usage_ratio", "gauge", "KV blocks held by requests")]
+    ratio = [
+        ("vlm_kv_cache_usage_ratio", "gauge", "KV blocks held by requests"),
+        ("vllm:kv_cache_usage_perc", "gauge", "The same, for routers"),
+        ("vllm:num_requests_running", "gauge", "Sequences running in the engine, for routers"),
+        ("vllm:num_requests_waiting", "gauge", "Sequences waiting in the engine, for routers"),
+    ]
     found = dict.fromkeys([*own, *engine, *ratio, *queues])
     return sorted((f"{name}_total" if kind == "counter" else name, kind, text) for name, kind, text in found)

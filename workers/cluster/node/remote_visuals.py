@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -184,7 +184,7 @@ class RemoteVisuals:
             return InboxMessage("fail", flight.key, "", verdict.code, verdict.message)
 
     def _send(self, flight: _TilesAtHand, about: About, replica: str) -> None:
-        blob, grid = self._store(flight), astuple(flight.tiles.grid)
+        blob, grid = self._store(flight), flight.tiles.grid.numbers
         revision, dtype = about.get("encoder_revision", ""), about.get("dtype", "")
         if not any(
             (encoder.get("revision"), encoder.get("dtype")) == (revision, dtype)

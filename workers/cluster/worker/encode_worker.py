@@ -13,6 +13,7 @@ import redis
 from celery.signals import worker_shutting_down
 
 from encoder.batcher import StepResult, TileBatcher
+from preprocess.types import Tiles
 from preprocess.wire import from_bytes
 from workers.cluster.blobs import BlobStore, BlobStoreFull, open_store
 from workers.cluster.celery_app import default_name, make_app, thread_worker
@@ -68,10 +69,10 @@ class _SteppedBatcher:
     def step(self) -> StepResult:
         return self.batcher.step()
 
-    def add(self, key: str, pixels: Any, future: Future[Any]) -> None:
+    def add(self, key: str, tiles: Tiles, future: Future[Any]) -> None:
         self._waiters.setdefault(key, []).append(future)
         self.batcher.cache.hold(key)
-        self.batcher.put_tiles(key, pixels)
+        self.batcher.put_tiles(key, tiles.pixels, grid=tiles.grid)
         self._settle(key)
 
     def give_up(self, key: str, future: Future[Any]) -> None:
@@ -118,13 +119,13 @@ class EncodeService:
     def close(self) -> None:
         self._thread.close()
 
-    def encode(self, key: str, pixels: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
-        """Visual tokens [n, width] of uint8 tiles [t, H, W, 3], however long they take.
+    def encode(self, key: str, tiles: Tiles, wanted: Callable[[], bool] = lambda: True) -> Any:
+        """Visual tokens [n, width] of an image's tiles, however long they take.
 
         Raises EncodeFailed, and Unwanted once `wanted` says no.
         """
         future: Future[Any] = Future()
-        self._thread.tell(lambda stepped: stepped.add(key, pixels, future))
+        self._thread.tell(lambda stepped: stepped.add(key, tiles, future))
         while True:
             try:
                 return future.result(_WANTED_S)
@@ -172,7 +173,7 @@ def _encode(
         return "undone"  # whoever waits puts it there again
     try:
         tiles = from_bytes(payload, planned_grid(headers.get(GRID_HEADER, ())))
-        rows = service.encode(job.key, tiles.pixels, lambda: lease.wanted)
+        rows = service.encode(job.key, tiles, lambda: lease.wanted)
         if headers.get(ROWS_HEADER, 0) not in (0, len(rows)):
             raise ValueError("tiles of another grid")
         level2.put(job.key, rows)
