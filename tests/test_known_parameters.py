@@ -59,6 +59,17 @@ def test_what_is_unknown_is_named(server: LiveServer, route: str) -> None:
     }
 
 
+def test_null_asks_for_nothing_whatever_its_name(server: LiveServer) -> None:
+    for route, body in (
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", ask("Hi", max_tokens=5)),
+    ):
+        body = {**body, "never_heard_of": None}
+        body["messages"] = [{"role": "user", "content": "Hi"}] if "messages" in body else None
+        assert httpx.post(server.url + route, json=body).status_code == 200
+
+
 def test_a_neutral_value_asks_for_nothing(server: LiveServer) -> None:
     neutral = {
         "length_penalty": 1.0,

@@ -162,6 +162,17 @@ def test_a_chat_goes_on_from_a_stored_response(client: openai.OpenAI, server: Li
     assert "What is it?" in prompt_text(server)
 
 
+def test_items_of_stored_responses_are_meant_by_their_ids(client: openai.OpenAI, server: LiveServer) -> None:
+    server.engine.answer = "A red square."
+    first = client.responses.create(model=MODEL, input="What is it?")
+    item: Any = {"type": "item_reference", "id": first.output[0].id}
+    asked: Any = {"role": "user", "content": "Sure?"}
+    client.responses.create(model=MODEL, input=[item, asked])
+    assert "A red square." in prompt_text(server)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input=[{**item, "id": "msg_1"}, asked])
+
+
 def test_what_is_not_to_be_stored_is_not(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="Hi", store=False)
     with pytest.raises(openai.NotFoundError):
@@ -175,10 +186,12 @@ def test_no_key_reads_responses_of_another() -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=name, max_retries=0) for name in ("a", "b")
         )
         answer = mine.responses.create(model=MODEL, input="A secret.")
+        item: Any = {"type": "item_reference", "id": answer.output[0].id}
         for use in (
             lambda: theirs.responses.retrieve(answer.id),
             lambda: theirs.responses.delete(answer.id),
             lambda: theirs.responses.create(model=MODEL, input="Hi", previous_response_id=answer.id),
+            lambda: theirs.responses.create(model=MODEL, input=[item]),
         ):
             with pytest.raises(openai.NotFoundError):
                 use()
@@ -192,6 +205,8 @@ def test_no_key_reads_responses_of_another() -> None:
     [
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
         (
             {"input": [CALLED[0], *shown({"type": "input_image", "image_url": "nothing"})]},

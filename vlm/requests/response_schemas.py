@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
@@ -20,7 +20,7 @@ LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # there is no reasoning to be encrypted
 _UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation", "image")
 PARTS = "Content parts are of type input_text, input_image, input_file or output_text."
-ITEMS = "Items are of type message, function_call or function_call_output."
+ITEMS = "Items are of type message, function_call, function_call_output or item_reference."
 
 
 class ItemPart(Detailed):
@@ -38,7 +38,10 @@ Parts = str | Annotated[list[ItemPart], Field(max_length=MAX_PARTS)]
 
 
 class InputItem(Lenient):
-    type: str = Field("message", max_length=64, description="message, function_call or function_call_output")
+    type: str = Field(
+        "message", max_length=64, description="message, function_call, function_call_output or item_reference"
+    )
+    id: str | None = Field(None, max_length=256)
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
     call_id: str | None = Field(None, max_length=256)
@@ -105,9 +108,16 @@ class ResponseChat:
     """The chat of a request. `added`: its messages but for the instructions and those of earlier responses,
     as a later request goes on from them."""
 
-    def __init__(self, body: ResponsesRequest, earlier: Sequence[Json] = ()) -> None:
-        """`earlier`: of the previous response. Raises ApiError 400 for what can't be honoured."""
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        earlier: Sequence[Json] = (),
+        find: Callable[[str, str], Json] | None = None,
+    ) -> None:
+        """`earlier`: of the previous response; `find`: the item of a stored response that an id and its place
+        in the request mean. Raises ApiError: 400 for what can't be honoured, and what `find` raises."""
         _check(body)
+        self._find = find
         self.added: list[Json] = []
         self._places: list[str] = []  # in the request, of each of `added`
         if isinstance(body.input, str):
@@ -140,6 +150,9 @@ class ResponseChat:
                     raise invalid("missing_required_parameter", "A result has a call_id and output.", place)
                 content = _content(item.output, f"{place}.output")
                 self._add({"role": "tool", "tool_call_id": item.call_id, "content": content}, place)
+            case "item_reference" if self._find and item.id:
+                found = InputItem.model_validate(self._find(item.id, f"{place}.id"))
+                self._item(found, place)
             case "reasoning":
                 pass  # another model's, which this one would not read
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
 
 from vlm.requests.tool_schemas import Lenient, Strict
 
@@ -69,6 +69,7 @@ Stop = Annotated[
 
 
 class SamplingFields(Strict):
+    neutral = _NEUTRAL
     max_tokens: int | None = Field(
         None, ge=-1, le=MOST_TOKENS, description="-1: as many as fit, as in llama.cpp."
     )
@@ -133,19 +134,6 @@ class SamplingFields(Strict):
     prompt_cache_retention: str | None = Field(None, description="Taken, without effect.")
     prediction: JsonValue = Field(None, description="Taken, without effect: a hint for speed.")
     request_id: str | None = Field(None, description="Taken, without effect: see `x-request-id`.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, values: Any) -> Any:
-        """Null leaves a field open, and a neutral value asks for nothing."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: value
-            for name, value in values.items()
-            if name in cls.model_fields
-            or not (value is None or (name in _NEUTRAL and value == _NEUTRAL[name]))
-        }
 
     @property
     def asked_tokens(self) -> int | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARS = 20_000
@@ -16,9 +17,26 @@ class Lenient(BaseModel):
 
 
 class Strict(BaseModel):
-    """Unknown fields are refused by name: an answer that silently lacks what was asked for misleads."""
+    """Unknown fields are refused by name: an answer that silently lacks what was asked for misleads.
+
+    neutral: fields of other servers, with the value that asks for what happens anyway.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    neutral: ClassVar[Mapping[str, JsonValue]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, values: Any) -> Any:
+        """Null leaves a field open, as its neutral value does."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if name in cls.model_fields
+            or not (value is None or (name in cls.neutral and value == cls.neutral[name]))
+        }
 
 
 class FunctionIn(Lenient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -44,7 +45,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             if body.previous_response_id
             else ()
         )
-        chat = ResponseChat(body, earlier)
+        chat = ResponseChat(body, earlier, partial(service.stored.find_item, caller))
         try:
             generation = await until_disconnect(
                 request, admit(service, caller, chat.request, request.headers)

@@ -75,6 +75,16 @@ class ResponseStore:
             )
         return entry
 
+    def find_item(self, caller: Caller, item_id: str, param: str) -> Json:
+        """Of a stored response's output. Raises ApiError 404."""
+        self._expire()
+        for (owner, _), entry in self._kept.items():
+            if owner == caller:
+                for item in entry.response["output"]:
+                    if item["id"] == item_id:
+                        return dict(item)
+        raise ApiError(404, "item_not_found", "No such item is stored (any more) for this key.", param)
+
     def delete(self, caller: Caller, response_id: str) -> None:
         """Raises ApiError 404."""
         self.get(caller, response_id)
