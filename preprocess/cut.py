@@ -22,10 +22,13 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     filter_ = Image.Resampling(resample)
     gap = None if variant == "exact" else _REDUCING_GAP
     canvas = image
+    if plan.square is not None:
+        side = max(image.size)
+        canvas = _amid(image, (side, side), plan.square)
     for size in plan.steps:
         canvas = canvas.resize(size, filter_, reducing_gap=gap)
     if plan.canvas is not None:
-        canvas = _on_black(canvas, plan.canvas)
+        canvas = _amid(canvas, plan.canvas, (0, 0, 0))
     height, width = grid.tile_height, grid.tile_width
     pixels = np.empty((grid.num_tiles, height, width, 3), dtype=np.uint8)
     num_cut = grid.rows * grid.cols
@@ -40,9 +43,9 @@ def cut(image: Image.Image, plan: ResizePlan, resample: int, variant: Variant) -
     return Tiles(pixels, grid)
 
 
-def _on_black(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """In the middle; where the margins differ by a pixel, the right and lower ones are wider."""
-    canvas = Image.new("RGB", size)
+def _amid(image: Image.Image, size: tuple[int, int], colour: tuple[int, int, int]) -> Image.Image:
+    """In the middle of a canvas; where the margins differ by a pixel, the right and lower ones are wider."""
+    canvas = Image.new("RGB", size, colour)
     canvas.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
     return canvas
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from preprocess.anyres import AnyResTiling
+from preprocess.anyres import AnyResTiling, SquaredTiling
 from preprocess.own_size import AreaResize, EdgeResize
 from preprocess.types import Detail, ResizePlan, TileGrid, TilingRule, check_positive
 
@@ -191,7 +191,15 @@ class SquashTiling:
 
 def tiling_from_json(raw: Mapping[str, object]) -> TilingRule:
     """The inverse of a rule's `to_json`. Raises ValueError for unknown rules and keys."""
-    kinds = (Idefics3Tiling, AspectGridTiling, SquashTiling, AnyResTiling, AreaResize, EdgeResize)
+    kinds = (
+        Idefics3Tiling,
+        AspectGridTiling,
+        SquashTiling,
+        AnyResTiling,
+        SquaredTiling,
+        AreaResize,
+        EdgeResize,
+    )
     rules = {rule.name: rule for rule in kinds}
     fields = dict(raw)
     name = fields.pop("rule", None)

@@ -75,6 +75,8 @@ class ResizePlan:
     thumbnail_of_canvas: bool  # the thumbnail shrinks the canvas; otherwise the image itself
     canvas: tuple[int, int] | None = None
     """(width, height) of a black canvas that holds the last step in its middle; None: the step is it."""
+    square: tuple[int, int, int] | None = None
+    """The colour of a square that holds the image itself in its middle, before the first step."""
     boxes: tuple[tuple[int, int, int, int], ...] = ()
     """(left, top, right, bottom) of the image itself, one a cut tile, in place of cells of a canvas."""
 

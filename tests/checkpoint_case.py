@@ -55,6 +55,7 @@ class FamilyCase:
     norm_offset: float = 0.0  # added to the last norm's weight by the model itself
     row_scale: float = 1.0  # on visual tokens here, which the reference multiplies in its decoder
     logit_scale: float = 1.0  # which the decoder's own class has, and the reference forgets around it
+    nested: bool = False  # the processor tells one image from many where they are a list of lists
     takes: Callable[[int, int], bool] = lambda width, height: True  # sizes that the reference can take
     pixels: Callable[[Any], torch.Tensor] = lambda inputs: inputs["pixel_values"]  # [tiles, 3, H, W]
 

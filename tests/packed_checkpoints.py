@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from checkpoint_case import CHATML, TEXT, FamilyCase
+from checkpoint_case import CHATML, QWEN2, TEXT, FamilyCase
 
 CANVASES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84], [84, 56]]
 TOWER = {
@@ -86,7 +87,50 @@ def llava_next_case(
     )
 
 
+IMAGES_FIRST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content if p.type == 'image' %}<image>\n{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def onevision_case(name: str, most_tiles: int, **text: Any) -> FamilyCase:
+    plain = llava_next_case(name, {**QWEN2, **text}, SIGLIP, "full")
+    aspect = f"anyres_max_{most_tiles}"
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        more = {"model_type": "llava_onevision", "vision_aspect_ratio": aspect, "vision_feature_layer": -1}
+        return plain.config(ids, vocab_size) | more | {"video_token_index": ids["<video>"]}
+
+    pixels = {"size": {"height": 28, "width": 28}, "image_mean": [0.2, 0.5, 0.7], "resample": 3}
+    return replace(
+        plain,
+        config=config,
+        specials=("<image>", "<video>"),
+        named={"image_token": "<image>", "video_token": "<video>"},
+        processor={
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": aspect,
+            "image_processor": {
+                "image_processor_type": "LlavaOnevisionImageProcessor",
+                "image_std": [0.5, 0.4, 0.3],
+                "image_grid_pinpoints": CANVASES,
+                **pixels,
+            },
+            "video_processor": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
+        },
+        template=IMAGES_FIRST,
+        nested=True,
+    )
+
+
 PACKED_CASES = (
+    onevision_case("llava_onevision", 2, tie_word_embeddings=True),
+    onevision_case("llava_onevision_wide", 9),
     llava_next_case("llava_next_mistral", {"model_type": "mistral", "sliding_window": None}, CLIP, "default"),
     llava_next_case(
         "granite_vision",

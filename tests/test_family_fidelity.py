@@ -67,13 +67,14 @@ def inputs_of(loaded: Loaded, images: list[Image.Image], question: str, text_fir
     text = loaded.processor.apply_chat_template(
         chat(images, question, text_first), add_generation_prompt=True
     )
-    return loaded.processor(text=text, images=images, return_tensors="pt")
+    given = [images] if loaded.case.nested else images
+    return loaded.processor(text=text, images=given, return_tensors="pt")
 
 
 def prompt_of(
     loaded: Loaded, sizes: list[tuple[int, int]], question: str, text_first: bool = False
 ) -> Prompt:
-    rule = loaded.spec.preprocess.rule
+    rule = loaded.spec.preprocess_spec("auto", len(sizes)).rule
     parts = [ImagePart(rule.grid(w, h, "auto"), VisualKey(str(i) * 64)) for i, (w, h) in enumerate(sizes)]
     content = (question, *parts) if text_first else (*parts, question)
     return loaded.spec.prompt_builder.build([Message("user", content)])
@@ -113,10 +114,10 @@ def test_prompt_ids_equal_the_processors_for_300_sizes(loaded: Loaded) -> None:
     check_ids(loaded, 300, 4)
 
 
-def visual_rows(loaded: Loaded, image: Image.Image) -> tuple[np.ndarray, torch.Tensor]:
-    """(pixels as the tower sees them, visual tokens) of our own."""
+def visual_rows(loaded: Loaded, image: Image.Image, among: int = 1) -> tuple[np.ndarray, torch.Tensor]:
+    """(pixels as the tower sees them, visual tokens) of our own, in a chat of so many images."""
     encoder = load_encoder(loaded.directory)
-    tiles = preprocess(png(image), loaded.spec.preprocess_spec("auto"))
+    tiles = preprocess(png(image), loaded.spec.preprocess_spec("auto", among))
     rows = encoder.encode([tiles.pixels])[0]
     return encoder.normalise(tiles.pixels).numpy(), encoder.pack(rows, tiles.grid)
 
@@ -174,7 +175,7 @@ def test_logits_equal_transformers_whole_and_in_any_chunks(loaded: Loaded, kind:
     want = reference(loaded.directory)(**inputs_of(loaded, images, "What is it?")).logits[0].numpy()
     want = want * loaded.case.logit_scale
     prompt = prompt_of(loaded, sizes, "What is it?")
-    rows = {VisualKey(str(i) * 64): visual_rows(loaded, image)[1] for i, image in enumerate(images)}
+    rows = {VisualKey(str(i) * 64): visual_rows(loaded, image, 2)[1] for i, image in enumerate(images)}
     count = len(prompt.token_ids)
     span = prompt.spans[0]
     cuts = {

@@ -26,7 +26,7 @@ from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
 NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl", "mistral3", "pixtral")
-PACKED = ("llava_next_mistral", "granite_vision")
+PACKED = ("llava_next_mistral", "granite_vision", "llava_onevision")
 NUM_TOKENS = 12
 
 
@@ -47,7 +47,9 @@ def reference_answer(directory: Path, images: Sequence[Image.Image], question: s
     processor.image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
     text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
-    inputs = processor(text=text, images=list(images), return_tensors="pt")
+    nested = Checkpoint.read(directory).config["model_type"] == "llava_onevision"
+    given = [list(images)] if nested else list(images)
+    inputs = processor(text=text, images=given, return_tensors="pt")
     count = inputs["input_ids"].shape[1]
     model = reference(directory)
     ids = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from family_checkpoints import CASES, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_checkpoints import CANVASES
+from transformers import AutoConfig
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
@@ -29,7 +31,7 @@ from preprocess.tiling import tiling_from_json
 from preprocess.types import TileGrid
 from preprocess.wire import from_bytes, to_bytes
 from vlm.cli.tokens import image_cost
-from vlm.families.packed import llava_next
+from vlm.families.packed import llava_next, llava_onevision
 from vlm.loading import load_encoder
 from vlm.spec import ModelSpec
 from workers.cluster.names import planned_grid
@@ -133,6 +135,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(case, tmp_path_factory.mktemp("packed"), seed=5)
 
 
+@pytest.fixture(scope="module")
+def onevision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = next(case for case in CASES if case.name == "llava_onevision")
+    return make_checkpoint(case, tmp_path_factory.mktemp("packed"), seed=5)
+
+
 def test_costs_from_the_header_are_the_tokens_that_come(checkpoint: Path) -> None:
     spec, encoder = ModelSpec.load(checkpoint), load_encoder(checkpoint)
     for size in ((75, 40), (40, 91), (20, 20), (7, 300), (1, 1)):
@@ -185,3 +193,41 @@ def test_a_processor_that_disagrees_with_the_model_is_refused(processor: dict[st
     config = {"image_grid_pinpoints": [[336, 672]]}
     with pytest.raises(EncoderConfigError, match=named):
         llava_next.preprocess(config, processor, "exact")
+
+
+def test_an_image_among_others_is_one_square_tile_with_a_key_of_its_own(onevision: Path) -> None:
+    spec = ModelSpec.load(onevision, variant="exact")
+    alone, among = spec.preprocess_spec("auto"), spec.preprocess_spec("auto", 2)
+    assert spec.preprocess_spec("auto", 3) == among
+    assert tiles_key("a" * 64, alone) != tiles_key("a" * 64, among)
+    assert spec.visual_key("a" * 64, alone) != spec.visual_key("a" * 64, among)
+    assert spec.geometry.rows(among.rule.grid(75, 40)) == 4 * 4 + 1
+    tile = preprocess(png(flat(75, 40)), among).pixels
+    assert tile.shape == (1, 28, 28, 3)
+    assert tile[0, 0, 0].tolist() == [51, 127, 178], "the margins have the processor's mean"
+    assert tile[0, 14, 14].tolist() == [0, 0, 0]
+    assert tiling_from_json(json.loads(json.dumps(among.rule.to_json()))) == among.rule
+    assert tiling_from_json(json.loads(json.dumps(alone.rule.to_json()))) == alone.rule
+
+
+def test_a_model_without_that_mode_takes_many_images_as_one(checkpoint: Path) -> None:
+    spec = ModelSpec.load(checkpoint)
+    assert spec.preprocess_spec("auto", 2) is spec.preprocess_spec("auto")
+
+
+@pytest.mark.parametrize("aspect", ["anyres", "anyres_max_0", "anyres_max_9x", "pad"])
+def test_an_unknown_aspect_is_refused(aspect: str) -> None:
+    with pytest.raises(EncoderConfigError, match="vision_aspect_ratio"):
+        llava_onevision.encoder({"vision_aspect_ratio": aspect}, {})
+
+
+@pytest.mark.parametrize("vision", [None, {}, {"hidden_size": 96}, {"model_type": "siglip_vision_model"}])
+@pytest.mark.parametrize("family", [llava_next, llava_onevision])
+def test_what_a_config_leaves_out_is_what_its_class_has(vision: dict[str, Any] | None, family: Any) -> None:
+    model_type = family.FAMILY.model_types[0]
+    sparse: dict[str, Any] = {} if vision is None else {"vision_config": vision}
+    if vision and "model_type" in vision:
+        sparse["vision_feature_select_strategy"] = "full"
+    whole = AutoConfig.for_model(model_type, **sparse).to_dict()
+    assert family.encoder(sparse, {}) == family.encoder(whole, {})
+    assert family.decoder(sparse) == family.decoder(whole)

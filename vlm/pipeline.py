@@ -153,10 +153,10 @@ class Pipeline:
                 flight.task.cancel()
         await asyncio.gather(self.engine.close(), self.preprocess.close())
 
-    def plan_image(self, image: ImageInput, namespace: str = "") -> PlannedImage:
-        """What an image costs, from its header. Raises `ImageError`."""
+    def plan_image(self, image: ImageInput, namespace: str = "", num_images: int = 1) -> PlannedImage:
+        """What an image costs in a chat of so many, from its header. Raises `ImageError`."""
         info = read_header(image.data, self.limits)
-        spec = self.spec.preprocess_spec(image.detail)
+        spec = self.spec.preprocess_spec(image.detail, num_images)
         if image.max_pixels is not None:
             spec = _capped(spec, image.max_pixels)
         grid = spec.rule.grid(info.width, info.height, spec.detail)
@@ -183,13 +183,14 @@ class Pipeline:
         started = time.monotonic()
         images: list[PlannedImage] = []
         planned: list[Message] = []
+        num_images = sum(not isinstance(part, str) for message in messages for part in message.content)
         for message in messages:
             parts: list[str | ImagePart] = []
             for part in message.content:
                 if isinstance(part, str):
                     parts.append(part)
                 else:
-                    images.append(self.plan_image(part, namespace))
+                    images.append(self.plan_image(part, namespace, num_images))
                     parts.append(ImagePart(images[-1].grid, images[-1].key))
             planned.append(Message(message.role, tuple(parts), message.calls, message.call_id, message.name))
         prompt = self.spec.prompt_builder.build(planned, rendering)

@@ -15,9 +15,10 @@ from llm.decoder_config import DecoderConfig
 from llm.request import VisualKey
 from llm.storage import KvStorage
 from llm.text.tokenizer import Tokenizer
+from preprocess.anyres import among
 from preprocess.stage import PreprocessSpec, tiles_key
 from preprocess.tiling import AspectGridTiling
-from preprocess.types import Detail, TileGrid, Variant
+from preprocess.types import Detail, TileGrid, TilingRule, Variant
 from vlm.checkpoint import Checkpoint
 from vlm.config import CPU_PIXELS
 from vlm.families.base import Family
@@ -44,7 +45,9 @@ class ModelSpec:
     checkpoint: Checkpoint
     kv: KvStorage = "float32"  # how the engine stores its cache
     arithmetic: Arithmetic = "float32"  # of the tower's products
-    _specs: dict[Detail, PreprocessSpec] = field(default_factory=dict, init=False, repr=False)
+    _specs: dict[tuple[Detail, TilingRule], PreprocessSpec] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def load(
@@ -121,13 +124,12 @@ class ModelSpec:
     def vocab_size(self) -> int:
         return self.decoder.vocab_size
 
-    def preprocess_spec(self, detail: Detail) -> PreprocessSpec:
-        if detail not in self._specs:
-            base = self.preprocess
-            self._specs[detail] = PreprocessSpec(
-                base.rule, detail, base.variant, base.background, base.resample
-            )
-        return self._specs[detail]
+    def preprocess_spec(self, detail: Detail, num_images: int = 1) -> PreprocessSpec:
+        """Of an image in a chat that has so many."""
+        rule = among(self.preprocess.rule, num_images)
+        if (detail, rule) not in self._specs:
+            self._specs[detail, rule] = replace(self.preprocess, rule=rule, detail=detail)
+        return self._specs[detail, rule]
 
     def visual_key(self, digest: str, spec: PreprocessSpec, namespace: str = "") -> VisualKey:
         """Names visual tokens by the image's bytes, how they are tiled and what encodes them; a namespace

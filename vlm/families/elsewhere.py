@@ -28,18 +28,9 @@ class Elsewhere:
         return f"{self.title} needs code that transformers lacks; vLLM serves it"
 
 
-_APACHE, _NONCOMMERCIAL = "Apache-2.0", "CC-BY-NC-4.0"
+_NONCOMMERCIAL = "CC-BY-NC-4.0"
 
 ELSEWHERE: tuple[Elsewhere, ...] = (
-    Elsewhere(
-        "LLaVA-OneVision",
-        ("llava_onevision",),
-        "transformers",
-        (
-            Size("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "0.5B", _APACHE),
-            Size("llava-hf/llava-onevision-qwen2-7b-ov-hf", "7B", _APACHE),
-        ),
-    ),
     Elsewhere("GLM-OCR", ("glm_ocr",), "transformers", (Size("zai-org/GLM-OCR", "0.9B", "MIT"),)),
     Elsewhere("GLM-4.1V, GLM-4.5V, GLM-4.6V", ("glm4v", "glm4v_moe", "glm46v"), "transformers"),
     Elsewhere("Granite-Docling's new type", ("granite_docling",), "transformers"),
@@ -59,7 +50,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "Qwen3-VL with experts",
         ("qwen3_vl_moe",),
         "transformers",
-        (Size("Qwen/Qwen3-VL-30B-A3B-Instruct", "30B", _APACHE),),
+        (Size("Qwen/Qwen3-VL-30B-A3B-Instruct", "30B", "Apache-2.0"),),
     ),
     Elsewhere("Gemma 4", ("gemma4", "gemma4_unified"), "transformers"),
     Elsewhere("Llama 3.2 Vision", ("mllama",), "transformers"),

@@ -8,7 +8,7 @@ from llm.decoder_config import ConfigError
 from vlm.families.base import Family, Json
 from vlm.families.elsewhere import ELSEWHERE_BY_TYPE
 from vlm.families.own_size import lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
-from vlm.families.packed import llava_next
+from vlm.families.packed import llava_next, llava_onevision
 from vlm.families.tiled import gemma3, idefics3, internvl
 
 FAMILIES: tuple[Family, ...] = (
@@ -23,6 +23,7 @@ FAMILIES: tuple[Family, ...] = (
     mistral3.MISTRAL3,
     mistral3.PIXTRAL,
     llava_next.FAMILY,
+    llava_onevision.FAMILY,
 )
 
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -152,7 +152,7 @@ class ForeignSpec:
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 
-    def preprocess_spec(self, detail: Detail) -> PreprocessSpec:
+    def preprocess_spec(self, detail: Detail, num_images: int = 1) -> PreprocessSpec:
         """Raises RequestError for a detail that is asked for."""
         if detail != "auto":
             raise RequestError(

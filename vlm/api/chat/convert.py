@@ -178,7 +178,8 @@ def _check_text(service: Service, drafts: Sequence[DraftMessage], images: Sequen
     text_tokens = -(-num_bytes // service.longest_token_bytes)
     if text_tokens < context:
         return
-    image_tokens = sum(service.pipeline.plan_image(image).num_tokens for image in images)
+    planned = (service.pipeline.plan_image(image, num_images=len(images)) for image in images)
+    image_tokens = sum(image.num_tokens for image in planned)
     raise RequestError(
         "context_length_exceeded",
         f"This model's maximum context length is {context} tokens. Your messages have at least "

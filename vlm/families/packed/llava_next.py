@@ -37,15 +37,24 @@ _CANVASES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _LAYER = -2  # whose output is read: the last but one
 _MOST_LAYERS = 64  # of a tower on disk; those behind the one that is read are skipped
 _NEWLINE = "image_newline"
-# What LlavaNextConfig's tower and SiglipVisionConfig leave out.
-_CLIP: dict[str, Any] = {
+# LlavaNextConfig's tower, and what CLIPVisionConfig and SiglipVisionConfig leave out.
+_WHOLE: dict[str, Any] = {
+    "model_type": CLIP,
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
-    "num_channels": 3,
     "image_size": 336,
     "patch_size": 14,
+}
+_CLIP: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
@@ -63,15 +72,21 @@ _SIGLIP: dict[str, Any] = {
 
 
 def tower(config: Json) -> TowerConfig:
-    given = dict(config.get("vision_config") or {})
-    is_clip = given.get("model_type", CLIP) == CLIP
-    whole = siglip_tower((_CLIP if is_clip else _SIGLIP) | given)
-    strategy = config.get("vision_feature_select_strategy", "default")
+    return tower_of(config, _WHOLE, "default", _LAYER)
+
+
+def tower_of(config: Json, default: Json, strategy: str, layer: int) -> TowerConfig:
+    """`default`: the tower of a config without any; strategy and layer where the config is silent."""
+    given = config.get("vision_config")
+    vision = dict(default) if given is None else {"model_type": default["model_type"], **given}
+    is_clip = vision["model_type"] == CLIP
+    whole = siglip_tower((_CLIP if is_clip else _SIGLIP) | vision)
+    strategy = config.get("vision_feature_select_strategy", strategy)
     if strategy != ("default" if is_clip else "full"):
         raise EncoderConfigError(
             "vision_feature_select_strategy must be 'default' with a CLIP tower, 'full' with SigLIP"
         )
-    layers = _layers(config.get("vision_feature_layer", _LAYER), whole.num_layers)
+    layers = _layers(config.get("vision_feature_layer", layer), whole.num_layers)
     used = replace(
         whole,
         num_layers=max(layers) + 1,
@@ -91,7 +106,12 @@ def _layers(given: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 def encoder(config: Json, processor: Json) -> EncoderConfig:
-    text = decoder(config)
+    return encoder_of(tower(config), decoder(config), Packing(), config, processor)
+
+
+def encoder_of(
+    vision: TowerConfig, text: DecoderConfig, packing: Packing, config: Json, processor: Json
+) -> EncoderConfig:
     activation = config.get("projector_hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise EncoderConfigError(f"projector_hidden_act must be one of {', '.join(ACTIVATIONS)}")
@@ -105,7 +125,7 @@ def encoder(config: Json, processor: Json) -> EncoderConfig:
         output_scale=text.embedding_scale,  # Granite's is on visual tokens too
     )
     pixels = normalisation(CLIP_PIXELS | dict(processor))
-    return EncoderConfig(tower(config), connector, pixels, packing=Packing())
+    return EncoderConfig(vision, connector, pixels, packing=packing)
 
 
 def decoder(config: Json) -> DecoderConfig:
@@ -114,7 +134,14 @@ def decoder(config: Json) -> DecoderConfig:
 
 
 def preprocess(config: Json, processor: Json, variant: Variant) -> PreprocessSpec:
-    tile = tower(config).image_size
+    canvases = canvases_of(config, processor, tower(config).image_size) or _CANVASES
+    rule = AnyResTiling(tower(config).image_size, canvases)
+    resample = resample_of(processor, int(Image.Resampling.BICUBIC))
+    return PreprocessSpec(rule, variant=variant, resample=resample)
+
+
+def canvases_of(config: Json, processor: Json, tile: int) -> tuple[tuple[int, int], ...]:
+    """Empty where neither names any. Raises EncoderConfigError where they or the tile's size disagree."""
     size, crop = (processor.get(key) or {} for key in ("size", "crop_size"))
     sides = {*size.values(), *(crop.values() if processor.get("do_center_crop", True) else ())}
     if sides - {tile}:
@@ -123,9 +150,7 @@ def preprocess(config: Json, processor: Json, variant: Variant) -> PreprocessSpe
     canvases = {tuple(map(tuple, canvas)) for canvas in given if canvas}
     if len(canvases) > 1:
         raise EncoderConfigError("image_grid_pinpoints must be the same in config and image processor")
-    rule = AnyResTiling(tile, next(iter(canvases), _CANVASES))
-    resample = resample_of(processor, int(Image.Resampling.BICUBIC))
-    return PreprocessSpec(rule, variant=variant, resample=resample)
+    return next(iter(canvases), ())
 
 
 def image_format(config: Json, tokenizer: PromptTokenizer, geometry: VisionGeometry) -> ImageFormat:
