@@ -268,4 +268,25 @@ MUTATIONS = [
         "",
         ("test_upstream.py::test_every_parameter_is_sent_or_refused_by_name",),
     ),
+    Mutation(
+        "a stored response is read with any key",
+        "vlm/api/openai_responses/response_store.py",
+        "self._kept.get((caller, response_id))",
+        "next((kept for (_, name), kept in self._kept.items() if name == response_id), None)",
+        ("test_responses.py::test_no_key_reads_responses_of_another",),
+    ),
+    Mutation(
+        "an image is fetched from a host that is not listed",
+        "vlm/api/storage/fetch.py",
+        "if not self._allowed.has_host(parsed.host):",
+        "if False:",
+        ("test_api_fetch.py::test_hosts_that_are_not_listed_are_refused_before_they_are_looked_up",),
+    ),
+    Mutation(
+        "an unknown parameter is dropped",
+        "vlm/requests/tool_schemas.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        ("test_known_parameters.py::test_no_unknown_parameter_is_dropped",),
+    ),
 ]

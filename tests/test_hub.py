@@ -119,6 +119,48 @@ def test_a_file_that_arrives_damaged_is_never_used(hub: LocalHub, client: Hub, f
     assert (client.fetch(ID) / "model.safetensors").read_bytes() == true
 
 
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_file_that_arrived_damaged_before_a_kill_is_never_used(
+    hub: LocalHub, client: Hub, monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    """Between its arrival and the reading of its digest."""
+    true = hub.repos[NAME].files["model.safetensors"]
+    hub.lies["model.safetensors"] = true[:-8] + b"\0" * 8
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vlm.hub._check_digest", killed)
+        with pytest.raises(Killed):
+            client.fetch(ID)
+    hub.lies.clear()
+    if is_offline:
+        monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+        with pytest.raises(HubError, match=r"lacks model\.safetensors"):
+            client.fetch(ID)
+    else:
+        assert (client.fetch(ID) / "model.safetensors").read_bytes() == true
+    assert not list(client._unchecked(ID).iterdir())
+
+
+def test_a_file_that_arrived_whole_before_a_kill_is_kept(
+    hub: LocalHub, client: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = client._unchecked(ID)
+    with monkeypatch.context() as patched:
+        patched.setattr("vlm.hub._check_digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            client.fetch(ID)
+    assert len(list(note.iterdir())) == 1
+    hub.ranges.clear()
+    assert (client.fetch(ID) / "model.safetensors").read_bytes() == hub.repos[NAME].files["model.safetensors"]
+    assert not hub.ranges and not list(note.iterdir())
+
+
 def test_shards_are_those_that_the_index_names(hub: LocalHub, client: Hub, tmp_path: Path) -> None:
     files = files_of(random_checkpoint(tmp_path / "made", 3, shard_size="60KB"))
     shards = {name for name in files if name.endswith(".safetensors")}

@@ -109,6 +109,41 @@ def test_what_can_not_be_honoured_is_refused_by_name(
     assert told.json()["error"]["param"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True, "messages": [ask("Hi")["messages"][0], ANSWERED]},
+        {"max_tokens": -1, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+    ],
+)
+def test_costs_are_those_of_the_chat_as_it_is_asked(server: LiveServer, settings: dict[str, Any]) -> None:
+    body = {**ask(png(), "Hi"), **settings}
+    assert httpx.post(server.url + CHAT, json=body).status_code == 200
+    prompt = server.engine.submitted[-1].prompt
+    for route, name in (("/v1/tokenize", "token_ids"), ("/tokenize", "tokens")):
+        assert httpx.post(server.url + route, json=body).json()[name] == list(prompt.token_ids)
+    assert httpx.post(f"{server.url}/v1/estimate", json=body).json()["prompt_tokens"] == prompt.num_tokens
+
+
+@pytest.mark.parametrize("route", ["/v1/tokenize", "/tokenize", "/v1/estimate"])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"chat_template": "x"}, "chat_template"),
+        ({"never_heard_of": 1}, "never_heard_of"),
+        ({"mm_processor_kwargs": {"max_pixels": 5000}}, "mm_processor_kwargs.max_pixels"),
+    ],
+)
+def test_costs_refuse_what_the_chat_would(
+    server: LiveServer, route: str, change: dict[str, Any], param: str
+) -> None:
+    told = httpx.post(server.url + route, json={**ask(png(), "Hi"), **change})
+    assert told.status_code == 400 and told.json()["error"]["param"] == param
+
+
 def test_an_answer_goes_on_with_the_last_message(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "What?"}, ANSWERED], "continue_final_message": True}
     assert httpx.post(server.url + CHAT, json=body).status_code == 200

@@ -278,7 +278,7 @@ def test_hangup_under_streams_changes_keys_and_certificate_and_drops_no_answer(t
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
     asked = set(re.findall(r"\bvlm_[a-z0-9_]+", json.dumps(dashboard["panels"]))) - {"vlm_serve"}
-    known = {name for name, _, _ in described()}
+    known = {name for name, _, _ in described() if name.startswith("vlm_")}  # others say the same again
     histograms = {f"{name}_bucket" for name, kind, _ in described() if kind == "histogram"}
     assert asked <= known | histograms
     assert len(asked) > 0.8 * len(known)

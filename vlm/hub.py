@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,6 +96,7 @@ class Hub:
         """
         from huggingface_hub import constants
 
+        self._check_leftovers(model)
         if constants.is_offline_mode():
             return self._local(model, files, "HF_HUB_OFFLINE is set")
         with _explained(model):
@@ -129,6 +130,7 @@ class Hub:
         """The folder of a repository's files by name, downloaded where they aren't here. Raises HubError."""
         from huggingface_hub import constants
 
+        self._check_leftovers(model)
         if constants.is_offline_mode():
             return self._local_files(model, names, "HF_HUB_OFFLINE is set")
         with _explained(model):
@@ -153,10 +155,33 @@ class Hub:
             self._check_space(model, size)
             self._say(f"{model}: downloading {size / 1e9:.2f} GB in {len(missing)} files")
         for name in missing:
-            path = self._get(model, name, commit)
             lfs = there[name].lfs
-            if lfs is not None:
-                _check_digest(model, path, lfs.sha256)
+            if lfs is None:
+                self._get(model, name, commit)
+                continue
+            note = self._unchecked(model) / f"{commit}-{lfs.sha256}"
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(name)
+            _check_digest(model, self._get(model, name, commit), lfs.sha256)
+            note.unlink(missing_ok=True)
+
+    def _unchecked(self, model: HubId) -> Path:
+        """Beside the cache's own folders, a note for each file that may be here with its digest unread."""
+        from huggingface_hub import constants
+
+        cache = Path(self._cache or constants.HF_HUB_CACHE)
+        return cache / f"models--{model.repo.replace('/', '--')}" / ".vlm-unchecked"
+
+    def _check_leftovers(self, model: HubId) -> None:
+        """Files whose download was killed before their digest was read; a damaged one is removed."""
+        folder = self._unchecked(model)
+        for note in sorted(folder.iterdir()) if folder.is_dir() else ():
+            commit, _, digest = note.name.partition("-")
+            path = self._cached(model, note.read_text(), commit)
+            if path is not None:
+                with suppress(HubError):
+                    _check_digest(model, path, digest)
+                note.unlink(missing_ok=True)
 
     def _cached(self, model: HubId, name: str, revision: str | None) -> Path | None:
         from huggingface_hub import try_to_load_from_cache

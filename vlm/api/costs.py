@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from llm.request import SamplingParams
 from preprocess.types import TileGrid
 from vlm.api.chat.convert import prepare
+from vlm.api.chat.generate import rendering
 from vlm.api.guard.routes import ServiceRoute
 from vlm.api.responses import (
     BODY,
@@ -26,10 +27,10 @@ from vlm.api.responses import (
 from vlm.api.service import Service, caller_of, service_of
 from vlm.pipeline import PlannedImage, PreparedRequest
 from vlm.requests.errors import invalid
-from vlm.requests.params import check_model
+from vlm.requests.params import check_model, check_supported, parsed_chat, sampling_params
 from vlm.requests.schemas import (
+    ChatRequest,
     DetokenizeRequest,
-    EstimateRequest,
     PlainTokenizeRequest,
     TokenizeRequest,
 )
@@ -71,9 +72,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenCount:
         return TokenCount(
             prompt_tokens=len(ids), image_tokens=0, text_tokens=len(ids), images=[], token_ids=ids
         )
-    prepared = await prepare(
-        service, caller_of(request), _throwaway_id(), body.messages, SamplingParams(max_tokens=1)
-    )
+    chat = parsed_chat(body.model_dump(exclude={"text"}, exclude_unset=True, by_alias=True))
+    prepared = await _prepared(request, chat, 1)
     prompt = prepared.prompt
     return TokenCount(
         prompt_tokens=prompt.num_tokens,
@@ -88,7 +88,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenCount:
 async def plain_tokenize(body: PlainTokenizeRequest, request: Request) -> TokenIds:
     """`/v1/tokenize` in the form of vLLM and llama.cpp."""
     text = body.content if body.prompt is None else body.prompt
-    counted = await tokenize(TokenizeRequest(model=body.model, messages=body.messages, text=text), request)
+    given = body.model_dump(exclude={"prompt", "content"}, exclude_unset=True, by_alias=True)
+    counted = await tokenize(TokenizeRequest.model_validate({**given, "text": text}), request)
     ids = counted.token_ids or []
     return TokenIds(
         tokens=ids, count=len(ids), max_model_len=service_of(request).pipeline.spec.context_length
@@ -110,15 +111,12 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
 
 
 @router.post("/v1/estimate", responses=errors(*BODY, 404))
-async def estimate(body: EstimateRequest, request: Request) -> Estimate:
-    """Nothing is decoded or run. `warm` is the time when all images and all text before the last
-    message's text are cached."""
+async def estimate(body: ChatRequest, request: Request) -> Estimate:
+    """Of a chat as it would be asked; nothing is decoded or run. `warm` is the time when all images and all
+    text before the last message's text are cached."""
     service = service_of(request)
     check_model(body.model, service.model_name)
-    wanted = body.max_completion_tokens or body.max_tokens or service.config.default_max_tokens
-    prepared = await prepare(
-        service, caller_of(request), _throwaway_id(), body.messages, SamplingParams(max_tokens=wanted)
-    )
+    prepared = await _prepared(request, body, sampling_params(body, service.config).max_tokens)
     prompt = prepared.prompt
     unique = {image.key: image for image in prepared.images}.values()
     megapixels = sum(image.info.width * image.info.height for image in unique) / 1e6
@@ -140,5 +138,16 @@ async def estimate(body: EstimateRequest, request: Request) -> Estimate:
     )
 
 
-def _throwaway_id() -> str:
-    return f"cost-{uuid.uuid4().hex}"
+async def _prepared(request: Request, chat: ChatRequest, max_tokens: int) -> PreparedRequest:
+    """Raises ApiError."""
+    check_supported(chat)
+    media = chat.mm_processor_kwargs
+    return await prepare(
+        service_of(request),
+        caller_of(request),
+        f"cost-{uuid.uuid4().hex}",
+        chat.messages,
+        SamplingParams(max_tokens=max_tokens),
+        rendering=rendering(chat),
+        max_pixels=media.max_pixels if media else None,
+    )

@@ -101,22 +101,14 @@ Embedded = Annotated[
 ]
 
 
-class ChatRequest(SamplingFields):
-    model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
-    messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+class TemplateFields(Strict):
+    """How a chat is written, beside its messages."""
+
     tools: list[ToolIn] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: JsonValue = Field(
         None, description="none, auto, required, a named function or allowed_tools; default auto."
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
-    functions: JsonValue = Field(None, description="Not supported: refused unless empty.")
-    function_call: JsonValue = Field(None, description="Not supported: only none and auto.")
-    audio: JsonValue = Field(None, description="Not supported.")
-    modalities: list[str] | None = Field(None, max_length=8, description="Only text.")
-    web_search_options: JsonValue = Field(None, description="Not supported.")
     chat_template: JsonValue = Field(None, description="Not supported.")
     add_generation_prompt: bool | None = Field(
         None, description="vLLM's name. false: the prompt ends where the last message does."
@@ -130,6 +122,19 @@ class ChatRequest(SamplingFields):
     mm_processor_kwargs: MediaSettings | None = Field(
         None, description="vLLM's name: `max_pixels` of images that are taken whole, at their own size."
     )
+
+
+class ChatRequest(TemplateFields, SamplingFields):
+    model: str | None = Field(None, max_length=256, description="Default: the model that is served.")
+    messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    functions: JsonValue = Field(None, description="Not supported: refused unless empty.")
+    function_call: JsonValue = Field(None, description="Not supported: only none and auto.")
+    audio: JsonValue = Field(None, description="Not supported.")
+    modalities: list[str] | None = Field(None, max_length=8, description="Only text.")
+    web_search_options: JsonValue = Field(None, description="Not supported.")
 
     @property
     def asked_tokens(self) -> int | None:
@@ -165,35 +170,32 @@ class EmbeddingRequest(Strict):
     user: str | None = Field(None, description="Taken, without effect.")
 
 
-class TokenizeRequest(Lenient):
-    """Either a chat or a text."""
+class TokenizeRequest(TemplateFields, SamplingFields):
+    """Either a chat or a text. What only shapes an answer may be there, and changes nothing."""
 
     model: str | None = Field(None, max_length=256)
     messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     text: str | None = Field(None, max_length=200_000)
 
 
-class PlainTokenizeRequest(Lenient):
+class PlainTokenizeRequest(TemplateFields, SamplingFields):
     """As vLLM's and llama.cpp's: a chat, or a text by either name."""
 
+    neutral = {
+        **SamplingFields.neutral,
+        **dict.fromkeys(("add_special", "parse_special", "with_pieces", "return_token_strs"), False),
+    }
     model: str | None = Field(None, max_length=256)
     messages: list[ChatMessageIn] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     prompt: str | None = Field(None, max_length=200_000)
     content: str | None = Field(None, max_length=200_000)
 
 
-class DetokenizeRequest(Lenient):
+class DetokenizeRequest(Strict):
     model: str | None = Field(None, max_length=256)
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(max_length=1_000_000)
 
 
-class EstimateRequest(Lenient):
-    model: str | None = Field(None, max_length=256)
-    messages: list[ChatMessageIn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1_000_000)
-    max_tokens: int | None = Field(None, ge=1, le=1_000_000)
-
-
-class ImageUpload(Lenient):
+class ImageUpload(Strict):
     image: str = Field(min_length=1, description="A data: URI with base64.")
     id: str | None = Field(None, max_length=64, description="Checked against the id that the content has.")

@@ -24,7 +24,6 @@ _TEMPORARY = ".part"
 _STALE_S = 3600.0  # age of a temporary file that nobody writes any more
 _FULL_PAUSE_S = 60.0  # without writing, after the disk had no room
 _LOW_WATER = 0.9  # of the cap, down to which room is made
-_TOUCH_S = 60.0  # a file that is used is marked so at most so often
 
 
 class DiskStore:
@@ -59,8 +58,7 @@ class DiskStore:
                 path.unlink()
             return None
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _TOUCH_S:
-                os.utime(path)
+            os.utime(path)
         return content
 
     def put(self, key: str, content: bytes) -> bool:
@@ -93,6 +91,7 @@ class DiskStore:
     def make_room(self) -> None:
         """Counts what all processes put, and removes the least recently used beyond the cap."""
         found: list[tuple[float, int, str]] = []
+        half_written: list[tuple[float, str]] = []
         for folder in _scan(str(self._folder)):
             if not folder.is_dir(follow_symlinks=False):
                 continue
@@ -101,8 +100,13 @@ class DiskStore:
                     info = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(_TEMPORARY):
                         found.append((info.st_mtime, info.st_size, entry.path))
-                    elif time.time() - info.st_mtime > _STALE_S:
-                        os.unlink(entry.path)
+                    else:
+                        half_written.append((info.st_mtime, entry.path))
+        newest = max((mtime for mtime, _, _ in found), default=0.0)  # on the clock of whoever keeps the files
+        for mtime, path in half_written:
+            if newest - mtime > _STALE_S:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         used = sum(size for _, size, _ in found)
         if used > self._cap_bytes:
             for _, size, path in sorted(found):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from llm.request import Finished, SamplingParams
+from llm.request import SamplingParams
 from vlm.arithmetic import settled
 from vlm.bench.harness.results import result, say, spread
 from vlm.build import engine_command
@@ -68,11 +67,7 @@ async def _measure(
 async def _ttft_s(pipeline: Pipeline, image: bytes, question: str) -> float:
     chat = [ChatMessage("user", (ImageInput(image), question))]
     prepared = pipeline.prepare(f"{question} {hash(image)}", chat, SamplingParams(max_tokens=8))
-    async with contextlib.aclosing(pipeline.run(prepared)) as events:
-        async for event in events:
-            if isinstance(event, Finished) and event.timings is not None:
-                return event.timings.ttft_ms / 1e3
-    raise RuntimeError("the engine gave no answer")
+    return (await pipeline.answer(prepared)).timings.ttft_ms / 1e3
 
 
 async def _written(folder: Path) -> None:
