@@ -80,6 +80,24 @@ class MlpConnector(nn.Module):
         return self.fc2(activate(self.fc1(self.merge(x)), self.activation))
 
 
+class GatedMlpConnector(nn.Module):
+    """Joined patches to the decoder's width, a norm with GELU, then a gated MLP (GLM's merger)."""
+
+    def __init__(self, config: ConnectorConfig, width: int) -> None:
+        super().__init__()
+        self.reduction, self.activation = config.reduction, config.activation
+        self.merge = nn.Linear(width * config.reduction**2, config.d_model)
+        self.proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.norm = nn.LayerNorm(config.d_model, config.norm_eps)
+        self.fc1 = nn.Linear(config.d_model, 2 * config.intermediate, bias=False)  # the gate's rows first
+        self.fc2 = nn.Linear(config.intermediate, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(self.merge(pixel_shuffle(x, self.reduction)))
+        gate, up = self.fc1(F.gelu(self.norm(x))).chunk(2, -1)
+        return self.fc2(activate(gate, self.activation) * up)
+
+
 class Deepstack(nn.Module):
     """A connector of the tower's output and one of each further layer's: their rows side by side.
 
@@ -113,6 +131,7 @@ CONNECTORS: dict[ConnectorKind, type[nn.Module]] = {
     "pixel_shuffle": PixelShuffle,
     "average_pool": AveragePool,
     "mlp": MlpConnector,
+    "gated_mlp": GatedMlpConnector,
 }
 
 

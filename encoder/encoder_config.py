@@ -10,7 +10,7 @@ from encoder.packing import Packing
 
 Arithmetic = Literal["float32", "bfloat16"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp"]
+ConnectorKind = Literal["pixel_shuffle", "average_pool", "mlp", "gated_mlp"]
 NormKind = Literal["layer", "rms"]
 PatchTable = Literal["whole", "none", "corners", "centres"]
 """Learned positions of patches: one for each of a square tile's, or no table; or a square one that is
@@ -40,6 +40,7 @@ class TowerConfig:
     final_norm: NormKind | None = "layer"
     qkv_bias: bool = True
     qk_norm: bool = False  # an RMS norm over the whole width of q and of k, before the heads
+    head_norm: bool = False  # an RMS norm over each head of q and of k
     class_token: bool = False  # in front of the patches, dropped behind the last block
     patch_bias: bool = True
     linear_bias: bool = True  # of attention's output and the MLP
@@ -101,7 +102,7 @@ class ConnectorConfig:
     kind: ConnectorKind
     reduction: int  # patches joined per side
     d_model: int  # the decoder's width
-    intermediate: int = 0  # hidden width of the `mlp` kind
+    intermediate: int = 0  # hidden width of the `mlp` and `gated_mlp` kinds
     norm: NormKind | None = None  # `mlp`: over the joined patches; `average_pool`: over the pooled ones
     norm_eps: float = 1e-5
     activation: Activation = "gelu"  # of the `mlp` kind
@@ -115,8 +116,8 @@ class ConnectorConfig:
             raise EncoderConfigError(f"connector: kind must be one of {', '.join(get_args(ConnectorKind))}")
         if self.reduction < 1 or self.d_model < 1:
             raise EncoderConfigError("connector: reduction and d_model must be at least 1")
-        if (self.kind == "mlp") != (self.intermediate > 0):
-            raise EncoderConfigError("connector: intermediate belongs to the mlp kind, which needs it")
+        if (self.kind in ("mlp", "gated_mlp")) != (self.intermediate > 0):
+            raise EncoderConfigError("connector: intermediate belongs to the mlp kinds, which need it")
         if self.norm and self.kind == "pixel_shuffle":
             raise EncoderConfigError("connector: norm belongs to the mlp and average_pool kinds")
 

@@ -111,6 +111,9 @@ def _expected(module: nn.Module, sources: Sources, config: EncoderConfig) -> dic
             shape = (config.tower.num_positions, config.tower.width)
         elif source.fold == "transpose":
             shape = shape[::-1]
+        elif source.fold == "convolution":
+            side = config.connector.reduction
+            shape = (shape[0], shape[1] // side**2, side, side)
         elif source.fold == "class_token":
             shape = shape[2:]
         elif source.fold == "sum_temporal":
@@ -153,6 +156,8 @@ def _made(source: Source, parts: dict[str, Tensor], config: EncoderConfig) -> Te
         return joined[None]
     if source.fold == "class_token":
         return joined[None, None]
+    if source.fold == "convolution":
+        return joined.permute(0, 2, 3, 1).flatten(1)
     if source.fold == "output_scale":
         return joined * config.connector.output_scale
     if source.fold == "transpose":

@@ -118,7 +118,7 @@ class TowerShape:
     width: int
     intermediate: int  # width of the MLP's hidden layer
     d_model: int  # the decoder's width
-    connector: Literal["pixel_shuffle", "average_pool", "mlp"] = "pixel_shuffle"
+    connector: Literal["pixel_shuffle", "average_pool", "mlp", "gated_mlp"] = "pixel_shuffle"
     connector_intermediate: int = 0  # hidden width of the mlp connector
     merged: bool = False  # that connector first takes joined patches to one's width
     gated: bool = False  # the MLP has two linears in and one out
@@ -148,6 +148,9 @@ class TowerShape:
         if self.connector == "average_pool":
             return (self.width + 1) * self.d_model
         joined = self.width * self.joined_layers * self.geometry.reduction**2
+        if self.connector == "gated_mlp":
+            d = self.d_model
+            return (joined + 1) * d + d * d + 2 * d + 3 * d * self.connector_intermediate
         if self.connector == "mlp":
             hidden = self.connector_intermediate
             merging = joined * self.width if self.merged else 0

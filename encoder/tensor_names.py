@@ -21,12 +21,13 @@ Fold = Literal[
     "sum_temporal",
     "class_token",
     "output_scale",
+    "convolution",
 ]
 """What is done to a parameter while it is loaded, in float32: a batch axis in front of a position table, the
 table's rows by Idefics3's buckets, rows times those of `Source.by`, a norm's offset, [in, out] turned to
 [out, in], a cell's inputs from channel by channel to patch by patch, a patch's two frames as one, since a
 still image shows both the same, two axes in front of a vector, the connector's factor on visual
-tokens. `encoder.encoder_weights` does it."""
+tokens, a convolution over a cell as a matrix. `encoder.encoder_weights` does it."""
 
 
 @dataclass(frozen=True, slots=True)

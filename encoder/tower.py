@@ -63,6 +63,10 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
             self.k_norm = nn.RMSNorm(config.width, eps=QK_NORM_EPS)
+        self.head_norms: nn.ModuleList | None = None
+        if config.head_norm:
+            head = config.width // config.num_heads
+            self.head_norms = nn.ModuleList(nn.RMSNorm(head, config.norm_eps) for _ in "qk")
         self.proj = nn.Linear(config.width, config.width, bias=config.linear_bias)
 
     def forward(
@@ -76,6 +80,9 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1).to(products)
         qkv = qkv.view(n, patches, 3, self.num_heads, width // self.num_heads)
         qk, v = qkv[:, :, :2], qkv[:, :, 2].transpose(1, 2)
+        if self.head_norms is not None:
+            normed = [norm(qk[:, :, i].to(x.dtype)) for i, norm in enumerate(self.head_norms)]
+            qk = torch.stack(normed, 2).to(products)
         if rotations is not None:
             cos, sin = (table[:, None, None] for table in rotations)
             qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).to(products)

@@ -51,7 +51,7 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "granite")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "granite", "glm_ocr_text")
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
@@ -71,7 +71,7 @@ class Rope:
 
     rope_type: RopeType
     theta: float
-    dim: int  # rotated dimensions of a head: all of them
+    dim: int  # rotated dimensions of a head
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -80,9 +80,13 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     scaling: float = 1.0  # multiplies cos and sin
+    still: int = 0  # frequencies behind the others that don't turn: half a head's dimensions less `dim / 2`
 
     def inv_freq(self) -> np.ndarray:
-        """float32 [dim / 2], in radians per position."""
+        """float32 [dim / 2 + still], in radians per position."""
+        return np.concatenate((self._turning(), np.zeros(self.still, np.float32)))
+
+    def _turning(self) -> np.ndarray:
         base = np.float32(self.theta) ** (np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim))
         inv = (np.float32(1.0) / base).astype(np.float32)
         if self.rope_type == "linear":
@@ -145,6 +149,8 @@ class DecoderConfig:
     windows: tuple[int, ...]  # per layer: keys a query sees, itself included; 0 is all
     layer_ropes: tuple[int, ...]  # per layer: which of `ropes`
     activation: Activation = "silu"
+    rope_pairs: bool = False  # neighbours turn together in the checkpoint; loading takes them apart
+    glm_names: bool = False  # of norms in a checkpoint, and of the MLP's first two linears in one
     post_norms: bool = False  # a norm on what attention and MLP add, besides those before them
     norm_offset: float = 0.0  # added to the checkpoint's norm weights
     query_scale: float = 1.0  # on queries, besides the usual 1 / sqrt(head_dim)
@@ -196,7 +202,7 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError("num_attention_heads is not a multiple of num_key_value_heads")
     if head_dim % 2:
         raise ConfigError("an odd head_dim is not supported")
-    is_gemma = architecture == "gemma3_text"
+    is_gemma, is_glm = architecture == "gemma3_text", architecture == "glm_ocr_text"
     activation = values["hidden_activation" if is_gemma else "hidden_act"]
     supported = {"gelu_pytorch_tanh"} if is_gemma else {"silu", "swish"}
     if activation not in supported:
@@ -228,7 +234,9 @@ def _build(architecture: str, values: Mapping[str, Any]) -> DecoderConfig:
         windows=windows,
         layer_ropes=tuple(int(bool(window)) if is_gemma else 0 for window in windows),
         activation=_ACTIVATIONS[activation],
-        post_norms=is_gemma,
+        rope_pairs=is_glm,
+        glm_names=is_glm,
+        post_norms=is_gemma or is_glm,
         norm_offset=1.0 if is_gemma else 0.0,
     )
     return replace(config, **_scales(architecture, values, head_dim))
@@ -285,14 +293,15 @@ def _rope(parameters: Mapping[str, Any], values: Mapping[str, Any], head_dim: in
         raise ConfigError(
             f"rope type {_shown(rope_type)} is not supported (supported: {', '.join(_ROPE_KEYS)})"
         )
-    if partial != 1.0:
+    if partial != 1.0 and (values["model_type"] != "glm_ocr_text" or rope_type != "default"):
         raise ConfigError("a partial rotary factor is not supported")
     given = {k: v for k, v in given.items() if v is not None}
     unknown = sorted(set(given) - _ROPE_KEYS[rope_type])
     if unknown:
         raise ConfigError(f"rope parameter {_shown(unknown[0])} is not supported for rope type {rope_type}")
     if rope_type == "default":
-        return Rope("default", theta, head_dim)
+        turned = int(head_dim * partial)
+        return Rope("default", theta, turned, still=(head_dim - turned) // 2)
     original = (
         values.get("original_max_position_embeddings")
         or given.get("original_max_position_embeddings")

@@ -25,6 +25,7 @@ _NAMES = (
 )
 _ROWS: dict[str, tuple[int | None, ...]] = {
     "llama": (4096, 11008, 32, 32, None, None, 32000, 2048, None),
+    "glm_ocr_text": (1024, 4096, 16, 16, 8, None, 59392, 131072, None),
     "granite": (4096, 11008, 32, 32, None, None, 32000, 2048, None),
     "smollm3": (2048, 11008, 36, 16, 4, None, 128256, 32768, None),
     "mistral": (4096, 14336, 32, 32, 8, None, 32000, 131072, 4096),
@@ -127,7 +128,7 @@ _KINDS: dict[str, LayerKind] = {
     "chunked_attention": "sliding",
     "linear_attention": "linear",
 }
-_WINDOWLESS = ("llama", "granite", "smollm3", "olmo2")  # their classes know no sliding_window
+_WINDOWLESS = ("llama", "granite", "glm_ocr_text", "smollm3", "olmo2")  # their classes know no sliding_window
 _FIRST_QWEN_WINDOW = 28  # default max_window_layers
 
 

@@ -21,14 +21,16 @@ class AreaResize:
     """Both sides multiples of `factor`, the area between two bounds, the ratio nearly kept.
 
     Arithmetic, roundings included, as in `smart_resize` of transformers' Qwen2-VL image processor, and with
-    `grows_sides` as in PaddleOCR-VL's, which first brings the shorter side up to `factor`. The area exceeds
-    `max_pixels` only where one side is `factor` already.
+    `grows_sides` as in PaddleOCR-VL's, which first brings the shorter side up to `factor`, or with
+    `grows_whole` as in GLM-4.6V's, which rounds both sides down then. The area exceeds `max_pixels` only
+    where one side is `factor` already.
     """
 
     factor: int
     min_pixels: int
     max_pixels: int
     grows_sides: bool = False
+    grows_whole: bool = False
 
     name: ClassVar[str] = "area"
 
@@ -61,6 +63,10 @@ class AreaResize:
             width, height = round(width * factor / height), factor
         if self.grows_sides and width < factor:
             width, height = factor, round(height * factor / width)
+
+        if self.grows_whole and min(width, height) < factor:
+            scale = max(factor / height, factor / width)
+            width, height = int(width * scale), int(height * scale)
 
         def fit(shape: Callable[[float], int], scale: float) -> tuple[int, int]:
             return shape(width / scale / factor) * factor, shape(height / scale / factor) * factor

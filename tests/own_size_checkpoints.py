@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -271,6 +272,60 @@ def break_case(
     )
 
 
+def glm_ocr_case(name: str, has_bias: bool, tied: bool) -> FamilyCase:
+    like = qwen_case(name, "qwen2_vl", {}, {}, tied)
+
+    def config(ids: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+        return {
+            "model_type": "glm_ocr",
+            "text_config": {
+                **TEXT,
+                "vocab_size": vocab_size,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "rope_parameters": {**rope, "mrope_section": [4, 3, 1]},
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 48,
+                "num_heads": 3,
+                "intermediate_size": 80,
+                "out_hidden_size": 64,
+                "patch_size": 7,
+                "attention_bias": has_bias,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+            },
+            "image_token_id": ids["<|image|>"],
+            "video_token_id": ids["<|video|>"],
+            "image_start_token_id": ids["<|begin_of_image|>"],
+            "image_end_token_id": ids["<|end_of_image|>"],
+            "video_start_token_id": ids["<|begin_of_video|>"],
+            "video_end_token_id": ids["<|end_of_video|>"],
+            "tie_word_embeddings": tied,
+        }
+
+    pixels = {
+        "size": {"shortest_edge": 8 * 14**2, "longest_edge": 120 * 14**2},
+        "patch_size": 7,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    kinds = ("image", "video")
+    return replace(
+        like,
+        config=config,
+        specials=tuple(f"<|{part}{kind}|>" for kind in kinds for part in ("", "begin_of_", "end_of_")),
+        named={f"{kind}_token": f"<|{kind}|>" for kind in kinds},
+        processor={
+            "processor_class": "Glm46VProcessor",
+            "image_processor": {"image_processor_type": "Glm46VImageProcessor", **pixels},
+            "video_processor": {"video_processor_type": "Glm46VVideoProcessor", **pixels},
+        },
+        template=CHATML.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>"),
+    )
+
+
 OWN_SIZE_CASES = (
     break_case("mistral3", "mistral3", 2, tie_word_embeddings=False, spatial_merge_size=2),
     break_case("mistral3_biases", "mistral3", 2, tie_word_embeddings=True, multimodal_projector_bias=True),
@@ -279,6 +334,8 @@ OWN_SIZE_CASES = (
     paddle_case("paddleocr_vl", use_bias=False),
     paddle_case("paddleocr_vl_biases", use_bias=True),
     qwen_case("qwen3_vl", "qwen3_vl", QWEN3_VISION, QWEN3_VL_TEXT, tied=True),
+    glm_ocr_case("glm_ocr", has_bias=True, tied=False),
+    glm_ocr_case("glm_ocr_tied_without_biases", has_bias=False, tied=True),
     qwen_case("qwen2_vl", "qwen2_vl", QWEN2_VISION, QWEN_TEXT, tied=True),
     qwen_case("qwen2_5_vl_untied", "qwen2_5_vl", QWEN2_5_VISION, QWEN_TEXT, tied=False),
     lighton_ocr_case("lighton_ocr", 14),

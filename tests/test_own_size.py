@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from family_checkpoints import CASES, make_checkpoint
+from transformers.models.glm46v.image_processing_pil_glm46v import smart_resize as two_frames_resize
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as paddle_resize
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -37,7 +38,8 @@ from test_end_to_end import png  # isort: skip
 
 AREAS = (AreaResize(28, 3136, 1_003_520), AreaResize(32, 65_536, 16_777_216), AreaResize(28, 50_176, 100_000))
 EDGES = (EdgeResize(1540, 28), EdgeResize(1024, 16), EdgeResize(1540, 14))
-RULES = (*AREAS, AreaResize(28, 147_456, 2_359_296, grows_sides=True), *EDGES)
+GLM = AreaResize(28, 112 * 112 // 2, 28 * 28 * 15000 // 2, grows_whole=True)
+RULES = (*AREAS, AreaResize(28, 147_456, 2_359_296, grows_sides=True), GLM, *EDGES)
 
 
 def sides(count: int) -> list[tuple[int, int]]:
@@ -49,6 +51,11 @@ def sides(count: int) -> list[tuple[int, int]]:
     near += [14, 42, 70, 16, 48]  # halves of a factor, where rounding is to even
     found += itertools.product(near, near)
     return [(w, h) for w, h in found if max(w, h) <= 200 * min(w, h)]
+
+
+def glm_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Of the two frames that a still image is there, whose pixels the bounds count."""
+    return two_frames_resize(2, height, width, 2, factor, 2 * least, 2 * most)
 
 
 class Sized:
@@ -74,7 +81,7 @@ def check_rule(rule: TilingRule, count: int) -> None:
                 Sized(width, height), rule.longest_edge, rule.multiple, input_data_format="channels_first"
             )
         else:
-            resize = paddle_resize if rule.grows_sides else smart_resize
+            resize = glm_resize if rule.grows_whole else paddle_resize if rule.grows_sides else smart_resize
             try:
                 want = resize(height, width, rule.factor, rule.min_pixels, rule.max_pixels)
             except ValueError:

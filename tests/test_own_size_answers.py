@@ -26,6 +26,7 @@ from test_end_to_end import png  # isort: skip
 from test_family_fidelity import noise  # isort: skip
 
 NAMES = ("lighton_ocr", "qwen2_vl", "qwen2_5_vl_untied", "qwen3_vl", "paddleocr_vl", "mistral3", "pixtral")
+GLM = ("glm_ocr",)
 PACKED = ("llava_next_mistral", "granite_vision", "llava_onevision")
 NUM_TOKENS = 12
 
@@ -56,7 +57,7 @@ def reference_answer(directory: Path, images: Sequence[Image.Image], question: s
     return processor.tokenizer.decode(ids[count:], skip_special_tokens=True), count
 
 
-@pytest.mark.parametrize("name", (*NAMES, *PACKED))
+@pytest.mark.parametrize("name", (*NAMES, *GLM, *PACKED))
 def test_answers_over_http_equal_generate_first_cached_and_side_by_side(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     directory = make_checkpoint(case, tmp_path / name, seed=5)

@@ -21,8 +21,8 @@ from vlm.checkpoint import Checkpoint
 from vlm.families.registry import BY_MODEL_TYPE, family_of, find_family
 from vlm.loading import load_encoder, load_weights
 
-MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl")
-TYPES = ("lighton_ocr", "mistral3", *MROPE)
+MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "glm_ocr")
+TYPES = ("lighton_ocr", "mistral3", *(name for name in MROPE if name != "glm_ocr"))
 FLAT = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")  # whose older checkpoints have no text_config
 
 
@@ -99,6 +99,37 @@ def test_tensors_that_no_part_reads_are_let_be_and_others_are_not(tmp_path: Path
     save_file(tensors | {prefix + "headless.weight": torch.ones(2)}, file)
     with pytest.raises(ValueError, match="headless"):
         load_encoder(directory)
+
+
+def test_what_a_glm_config_leaves_out_is_what_its_class_has() -> None:
+    """But for one width: the class's own defaults don't fit each other."""
+    text = {"hidden_size": 1536, "num_attention_heads": 24}
+    sparse = {"model_type": "glm_ocr", "text_config": text}
+    whole = AutoConfig.for_model("glm_ocr", text_config=text).to_dict()
+    assert read(sparse) == read(whole)
+    with pytest.raises(EncoderConfigError, match="out_hidden_size"):
+        read({"model_type": "glm_ocr"})
+
+
+def test_a_glm_decoder_is_priced_at_the_parameters_it_has(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "glm_ocr")
+    directory = make_checkpoint(case, tmp_path / "glm", seed=1)
+    tensors = load_file(directory / "model.safetensors")
+    held = sum(tensor.numel() for name, tensor in tensors.items() if "visual." not in name)
+    assert Checkpoint.read(directory).shape.num_params == held
+
+
+def test_the_layer_of_a_glm_checkpoint_that_guesses_ahead_is_let_be_and_no_other_is(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "glm_ocr")
+    directory = make_checkpoint(case, tmp_path / "glm", seed=1)
+    file = directory / "model.safetensors"
+    tensors, layers = load_file(file), "model.language_model.layers."
+    assert any(name.startswith(layers) for name in tensors)
+    save_file(tensors | {f"{layers}2.eh_proj.weight": torch.ones(2, 2)}, file)
+    load_weights(directory), load_encoder(directory)
+    save_file(tensors | {f"{layers}3.eh_proj.weight": torch.ones(2, 2)}, file)
+    with pytest.raises(ValueError, match="eh_proj"):
+        load_weights(directory)
 
 
 @pytest.mark.parametrize("version", ["4.50.0.dev0", "5.0.0"])

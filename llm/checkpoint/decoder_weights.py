@@ -96,7 +96,9 @@ def load_weights(
         if not config.tied_embeddings or head is not None:
             head = head or names.heads[0]
             shapes[head] = (config.vocab_size, config.d_model)
-        _check_names(checkpoint, shapes, names.others)
+        # GLM's checkpoints have one layer more, which guesses a token ahead.
+        ahead = (f"{prefix}layers.{config.num_layers}.",) if config.glm_names else ()
+        _check_names(checkpoint, shapes, names.others + ahead)
         loaded = {name: _folded(config, name, checkpoint.tensor(name)).to(device, dtype) for name in shapes}
     return _assemble(config, prefix, loaded, None if head is None else loaded.pop(head))
 
@@ -110,6 +112,8 @@ def _folded(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
     scaled = ".q_norm." if config.qk_norm else ".q_proj."
     if config.query_scale != 1.0 and scaled in name:
         tensor = tensor.float() * config.query_scale
+    if config.rope_pairs and (".q_proj." in name or ".k_proj." in name):
+        tensor = tensor.unflatten(0, (-1, config.head_dim))[:, _halves(config)].flatten(0, 1)
     if config.residual_scale != 1.0 and (".o_proj." in name or ".down_proj." in name):
         tensor = tensor.float() * config.residual_scale
     if config.logit_scale != 1.0 and name.endswith(".norm.weight"):
@@ -117,17 +121,36 @@ def _folded(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _halves(config: DecoderConfig) -> list[int]:
+    """The order of a head's rows in which pairs of neighbours that turn lie half a head apart."""
+    turned = config.ropes[0].dim
+    still = range(turned, config.head_dim)
+    half = len(still) // 2
+    return [*range(0, turned, 2), *still[:half], *range(1, turned, 2), *still[half:]]
+
+
 def _norm_names(config: DecoderConfig) -> dict[str, str]:
     """A layer's norms by their fields of LayerWeights. With four of them, "post_attention" means what it
     says; with two it names the one before the MLP."""
     if not config.post_norms:
         return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.glm_names:
+        return {
+            "attention_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "post_mlp_norm": "post_mlp_layernorm",
+        }
     return {
         "attention_norm": "input_layernorm",
         "post_attention_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm",
         "post_mlp_norm": "post_feedforward_layernorm",
     }
+
+
+def _gate_up(config: DecoderConfig) -> tuple[str, ...]:
+    return ("gate_up_proj",) if config.glm_names else ("gate_proj", "up_proj")
 
 
 def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -138,8 +161,7 @@ def _expected_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int,
         "self_attn.k_proj": (kv, c.d_model, c.qkv_bias),
         "self_attn.v_proj": (kv, c.d_model, c.qkv_bias),
         "self_attn.o_proj": (c.d_model, q, c.out_bias),
-        "mlp.gate_proj": (c.d_ff, c.d_model, c.mlp_bias),
-        "mlp.up_proj": (c.d_ff, c.d_model, c.mlp_bias),
+        **{f"mlp.{name}": (c.d_ff * 2 // len(_gate_up(c)), c.d_model, c.mlp_bias) for name in _gate_up(c)},
         "mlp.down_proj": (c.d_model, c.d_ff, c.mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {
@@ -183,7 +205,7 @@ def _assemble(
     for i in range(config.num_layers):
         layer = f"{prefix}layers.{i}."
         qkv, out = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
-        gate_up, down = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+        gate_up, down = tuple(f"mlp.{name}" for name in _gate_up(config)), "mlp.down_proj"
         fused_qkv, fused_gate_up = joined(layer, qkv, "weight"), joined(layer, gate_up, "weight")
         assert fused_qkv is not None and fused_gate_up is not None
         layers.append(

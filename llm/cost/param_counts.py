@@ -40,6 +40,7 @@ _LAYER_NORM = WeightLayout(
 )
 FAMILIES: dict[str, WeightLayout] = {
     "llama": WeightLayout(),
+    "glm_ocr_text": WeightLayout(norms_per_layer=4),
     "granite": WeightLayout(),
     "smollm3": WeightLayout(tied=True),
     "mistral": WeightLayout(),

@@ -31,7 +31,6 @@ class Elsewhere:
 _NONCOMMERCIAL = "CC-BY-NC-4.0"
 
 ELSEWHERE: tuple[Elsewhere, ...] = (
-    Elsewhere("GLM-OCR", ("glm_ocr",), "transformers", (Size("zai-org/GLM-OCR", "0.9B", "MIT"),)),
     Elsewhere("GLM-4.1V, GLM-4.5V, GLM-4.6V", ("glm4v", "glm4v_moe", "glm46v"), "transformers"),
     Elsewhere("Granite-Docling's new type", ("granite_docling",), "transformers"),
     Elsewhere(

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from llm.decoder_config import ConfigError
 from vlm.families.base import Family, Json
 from vlm.families.elsewhere import ELSEWHERE_BY_TYPE
-from vlm.families.own_size import lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
+from vlm.families.own_size import glm_ocr, lighton_ocr, mistral3, paddleocr_vl, qwen3_vl, qwen_vl
 from vlm.families.packed import llava_next, llava_onevision
 from vlm.families.tiled import gemma3, idefics3, internvl
 
@@ -22,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     paddleocr_vl.FAMILY,
     mistral3.MISTRAL3,
     mistral3.PIXTRAL,
+    glm_ocr.FAMILY,
     llava_next.FAMILY,
     llava_onevision.FAMILY,
 )

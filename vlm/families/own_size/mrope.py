@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from llm.decoder_config import ConfigError, DecoderConfig
+from llm.rope_positions import TIME
 from vlm.families.base import Json
 
 
@@ -27,6 +28,7 @@ def mrope_decoder(
             rope[key] = "default"
     values = {**text, "model_type": architecture, "rope_scaling": rope or None, "rope_parameters": None}
     config = DecoderConfig.from_hf(values, tied=tied)
-    if len(sections) != 3 or sum(sections) != config.head_dim // 2:
-        raise ConfigError("mrope_section must be three numbers that sum to half of head_dim")
-    return replace(config, rope_axes=axes_of(sections))
+    turning, still = config.ropes[0].dim // 2, config.ropes[0].still
+    if len(sections) != 3 or sum(sections) != turning:
+        raise ConfigError(f"mrope_section must be three numbers that sum to {turning}, half of what turns")
+    return replace(config, rope_axes=axes_of(sections) + (TIME,) * still)
