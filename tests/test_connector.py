@@ -51,7 +51,9 @@ def test_odd_grid_pools_with_ceil() -> None:
 @pytest.mark.parametrize("kind", sorted(CONNECTORS))
 def test_every_connector_gives_the_tokens_that_the_geometry_counts(kind: str) -> None:
     for side, reduction in ((4, 2), (9, 3), (6, 1)):
-        config = ConnectorConfig(kind, reduction, d_model=5, intermediate=7 if kind == "mlp" else 0)
+        config = ConnectorConfig(
+            kind, reduction, d_model=5, intermediate=7 if kind in ("mlp", "gated_mlp") else 0
+        )
         whole = EncoderConfig(tower(side), config)
         tokens = build_connector(config, tower(side))(features(side))
         assert tokens.shape == (2, whole.geometry.tokens_per_tile, 5)
@@ -66,7 +68,7 @@ def test_mlp_connector_is_two_layers_with_a_gelu_between() -> None:
 
 @pytest.mark.parametrize("kind", ["pixel_shuffle", "mlp"])
 def test_a_grid_that_cells_do_not_fill_is_refused_where_patches_are_joined(kind: str) -> None:
-    config = ConnectorConfig(kind, 2, d_model=5, intermediate=7 if kind == "mlp" else 0)
+    config = ConnectorConfig(kind, 2, d_model=5, intermediate=7 if kind in ("mlp", "gated_mlp") else 0)
     with pytest.raises(EncoderConfigError, match="27x27"):
         EncoderConfig(tower(27), config)
 

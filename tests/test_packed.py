@@ -30,11 +30,14 @@ from preprocess.stage import PreprocessSpec, preprocess, tiles_key
 from preprocess.tiling import tiling_from_json
 from preprocess.types import TileGrid
 from preprocess.wire import from_bytes, to_bytes
+from vlm.build import build_tile_batcher
 from vlm.cli.tokens import image_cost
+from vlm.config import EngineOptions
 from vlm.families.packed import llava_next, llava_onevision
 from vlm.loading import load_encoder
 from vlm.spec import ModelSpec
 from workers.cluster.names import planned_grid
+from workers.cluster.worker.encode_worker import EncodeService
 
 from test_end_to_end import png  # isort: skip
 from test_family_fidelity import flat, noise  # isort: skip
@@ -149,6 +152,20 @@ def test_costs_from_the_header_are_the_tokens_that_come(checkpoint: Path) -> Non
         rows = encoder.pack(encoder.encode([tiles.pixels])[0], tiles.grid)
         assert told["image_tokens"] == len(rows)
         assert told["tiles"] == len(tiles.pixels)
+
+
+def test_an_encode_worker_packs_as_the_engine_does(checkpoint: Path) -> None:
+    spec, encoder = ModelSpec.load(checkpoint), load_encoder(checkpoint)
+    tiles = preprocess(png(noise(75, 40, 1)), spec.preprocess_spec("auto"))
+    want = encoder.pack(encoder.encode([tiles.pixels])[0], tiles.grid)
+    options = EngineOptions(model=str(checkpoint))
+    service = EncodeService(lambda progress: build_tile_batcher(options, progress), on_crash=lambda: None)
+    service.start()
+    try:
+        sent = from_bytes(to_bytes(tiles), planned_grid(list(tiles.grid.numbers)))
+        assert torch.equal(service.encode("a", sent), want)
+    finally:
+        service.close()
 
 
 def test_an_image_spread_over_steps_is_packed_once_it_is_whole(checkpoint: Path) -> None:
