@@ -19,6 +19,13 @@ pytestmark = pytest.mark.slow
 RECEIPT, INVOICE = 0, 1  # pages of `draw_page`
 
 
+def is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 @pytest.mark.parametrize("form", ["jsonl", "csv", "md"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_answers_in_each_format(tmp_path: Path, preset: str, form: str) -> None:
@@ -47,4 +54,5 @@ def test_each_preset_answers_in_each_format(tmp_path: Path, preset: str, form: s
     if form == "md":
         written = out.read_text()
         assert written.count("\n## ") + written.startswith("## ") == 2
-        assert written.count("```json") == (2 if fields else 0)
+        fenced = sum(is_json_object(text) for text in texts)  # the model may answer any preset so
+        assert written.count("```json") == fenced and (not fields or fenced == 2)
